@@ -1,0 +1,1 @@
+"""Commands that measure; each prints one JSON object a line."""

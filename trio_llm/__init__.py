@@ -1,0 +1,1 @@
+"""trio_llm: serve large language models from Trio."""

@@ -1,0 +1,148 @@
+"""EngineConfig and ServerConfig: everything an operator can set, frozen and checked on construction.
+
+The only module that reads environment variables. Used by the command line, `open_llm()` and the engine
+process, which gets its EngineConfig as msgpack through a pipe.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from trio_llm.errors import ConfigError
+
+__all__ = ["DType", "Device", "EngineConfig", "FakeEngineConfig", "ServerConfig", "cache_dir"]
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+Device = Literal["auto", "cpu", "cuda"]
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+
+def cache_dir() -> Path:
+    """Folder for converted models: `$TRIO_LLM_CACHE`, else `$XDG_CACHE_HOME/trio_llm`, else `~/.cache/trio_llm`."""
+    if own := os.environ.get("TRIO_LLM_CACHE"):
+        return Path(own)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "trio_llm"
+
+
+class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Run a FakeExecutor in place of a model: deterministic tokens, chosen delays and faults. For tests and benchmarks.
+
+    The token at index i of a request's answer is a fixed function of its prompt and i, unless `script` is set.
+    """
+
+    model_dir: str | None = None
+    """Directory with the tokenizer to pretend to; None: the embedded model's."""
+    logits_width: int = 256
+    max_model_len: int = 4096
+    script: tuple[int, ...] = ()
+    """If not empty: every answer is this, over and over; an end-of-sequence id in it ends the answer."""
+    eos_token_ids: tuple[int, ...] = ()
+    step_s: float = 0.0
+    """Seconds that every step takes."""
+    start_s: float = 0.0
+    """Seconds that loading takes."""
+    fail_at_step: int | None = None
+    """The step that raises, as a lost device would; counted from 1."""
+    faulty_token_prompt: int | None = None
+    """Requests whose prompt starts with this token get token id -1, as broken logits would give."""
+    failing_row_prompt: int | None = None
+    """Requests whose prompt starts with this token fail alone, with an error of their own."""
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the engine process runs, and how.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the flag.
+    """
+
+    model: str | None = None
+    """Directory in Hugging Face form; None: the embedded SmolLM2-135M-Instruct."""
+    dtype: DType = "auto"
+    """auto: as the checkpoint says."""
+    device: Device = "auto"
+    max_model_len: int | None = None
+    """Tokens of prompt and answer together; None: what the model was trained for."""
+    max_num_seqs: int = 64
+    """Sequences in one step."""
+    max_num_batched_tokens: int = 512
+    """Token budget of one step, prompts and answers together."""
+    num_gpu_blocks_override: int | None = None
+    """KV blocks, on whatever device; None: by memory."""
+    kv_cache_memory_bytes: int | None = None
+    """Memory for the KV cache; None: 40 % of what is free, on a CPU 4 GiB at most."""
+    credit_steps: int = 256
+    """Steps the engine may be ahead of a front end before it pauses that front end's requests."""
+    startup_timeout_s: float = 600.0
+    """Seconds without any sign of life while starting, after which the engine is given up."""
+    fake: FakeEngineConfig | None = None
+
+    def __post_init__(self) -> None:
+        _check_positive("--max-model-len", self.max_model_len)
+        _check_positive("--max-num-seqs", self.max_num_seqs)
+        _check_positive("--max-num-batched-tokens", self.max_num_batched_tokens)
+        _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
+        _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise ConfigError(
+                f"--max-num-seqs ({self.max_num_seqs}) must not be above "
+                f"--max-num-batched-tokens ({self.max_num_batched_tokens}): each sequence of a step needs a token"
+            )
+        if self.model is not None and not Path(self.model).is_dir():
+            raise ConfigError(
+                f"MODEL {self.model!r} is not a directory; give a directory in Hugging Face form "
+                "(config.json, tokenizer.json, *.safetensors), or no MODEL for the embedded one"
+            )
+
+
+class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the HTTP server listens on, and its limits.
+
+    Raises:
+        ConfigError: a value is out of range; the message names the flag.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    """0: any free port."""
+    allow_unauthenticated: bool = False
+    """Listen beyond loopback although nobody has to show a key."""
+    served_model_names: tuple[str, ...] = ()
+    """Names that requests may use; empty: the model's directory name."""
+    drain_timeout_s: float = 30.0
+    """Seconds that running requests get after SIGTERM."""
+    keep_alive_on_engine_death: bool = False
+    """Keep answering (with errors) when the engine is gone, in place of ending."""
+    max_body_bytes: int = 16 * MIB
+    body_timeout_s: float = 60.0
+    """Seconds a client has to send its request body."""
+    sse_keep_alive_interval_s: float = 10.0
+    """Seconds of silence in a stream after which a comment is sent."""
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ConfigError(f"--port must be from 0 to 65535, not {self.port}")
+        if self.host not in _LOOPBACK and not self.host.startswith("127.") and not self.allow_unauthenticated:
+            raise ConfigError(
+                f"--host {self.host} would let everybody on the network use this server, which knows no keys yet; "
+                "use 127.0.0.1, or say --allow-unauthenticated"
+            )
+        _check_positive("--drain-timeout", self.drain_timeout_s, zero=True)
+        _check_positive("--max-body-bytes", self.max_body_bytes)
+        _check_positive("--sse-keep-alive-interval", self.sse_keep_alive_interval_s)
+
+
+_LOOPBACK = ("localhost", "::1")
+
+
+def _check_positive(flag: str, value: Any, *, zero: bool = False) -> None:
+    if value is not None and not (value > 0 or (zero and value == 0)):
+        raise ConfigError(f"{flag} must be {'0 or more' if zero else 'more than 0'}, not {value}")

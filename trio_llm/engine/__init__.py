@@ -1,0 +1,1 @@
+"""The engine process: one loop on torch, no Trio."""

@@ -1,0 +1,100 @@
+"""Executor: what carries out a step plan. StepPlan and StepResult: what goes in and comes out.
+
+Imports no torch, so that the scheduler, the fake executor and their tests run without it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.wire.messages import LogprobRow
+
+__all__ = [
+    "Executor",
+    "ModelInfo",
+    "ProgressCallback",
+    "RowError",
+    "SampledToken",
+    "ScheduledChunk",
+    "StepPlan",
+    "StepResult",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledChunk:
+    """Tokens of one sequence that one step computes: positions start to start + count - 1."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+    """The chunk reaches the last known token: the next one is sampled from its last row."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step. The chunks' tokens together stay within the budget; block tables cover every position computed."""
+
+    chunks: tuple[ScheduledChunk, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(chunk.count for chunk in self.chunks)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    token_id: int
+    logprobs: LogprobRow | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RowError:
+    """This row failed; the others of the step are fine."""
+
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    sampled: tuple[SampledToken | RowError, ...]
+    """One a chunk with `samples`, in the plan's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What the loaded model is; goes into `Ready`."""
+
+    model_dir: str
+    max_model_len: int
+    logits_width: int
+    num_blocks: int
+    block_size: int
+    dtype: str
+    device: str
+    eos_token_ids: tuple[int, ...]
+    tasks: tuple[str, ...]
+    versions: dict[str, str]
+
+
+ProgressCallback = Callable[[str, int, int], None]
+"""(phase, done, total) while a model loads; total 0: not known."""
+
+
+class Executor(Protocol):
+    """Runs steps of a loaded model. Called from one thread."""
+
+    @property
+    def info(self) -> ModelInfo: ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens, write their K and V into the blocks, sample where asked.
+
+        Raises:
+            Exception: the device is lost; the engine ends. A fault of one row is a `RowError` in the result.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""Which tokens each step computes, and in which blocks. Pure."""

@@ -1,0 +1,145 @@
+"""The exception tree: what went wrong, whose fault it is, its HTTP status, and whether a retry can help.
+
+Pure. Raised everywhere; `frontend/http/errors.py` is the one place that turns them into replies.
+
+    TrioLLMError
+    ├── ConfigError                 the operator's: a flag or a field of a config is wrong
+    ├── CodecError                  a frame on the wire is not one of our messages
+    ├── InvalidRequestError   400   the caller's: the request can never work as it is
+    │   ├── PromptTooLongError 400
+    │   ├── ModelNotFoundError 404
+    │   └── BodyTooLargeError  413
+    ├── NotSupportedError     501   nobody's: this model or this build cannot do that
+    └── EngineError
+        ├── EngineGenerateError 500 one request's: its neighbours go on
+        ├── EngineUnavailableError 503 loading or draining: a retry can help
+        └── EngineDeadError   503   everyone's: the engine is gone
+            └── EngineStartupError  the engine never became ready
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+__all__ = [
+    "BodyTooLargeError",
+    "CodecError",
+    "ConfigError",
+    "EngineDeadError",
+    "EngineError",
+    "EngineGenerateError",
+    "EngineStartupError",
+    "EngineUnavailableError",
+    "InvalidRequestError",
+    "ModelNotFoundError",
+    "NotSupportedError",
+    "PromptTooLongError",
+    "TrioLLMError",
+]
+
+
+class TrioLLMError(Exception):
+    """Base of every error of this package."""
+
+    status: ClassVar[int] = 500
+    """HTTP status that suits this error."""
+    kind: ClassVar[str] = "server_error"
+    """OpenAI's name for the kind of error."""
+    can_retry: ClassVar[bool] = False
+    """The same call may succeed later without any change."""
+    retry_after_s: float | None = None
+    """Seconds after which a retry makes sense, if that is known."""
+    param: str | None = None
+    """The field of the request, or the flag, that is at fault."""
+
+
+class ConfigError(TrioLLMError, ValueError):
+    """A configuration value is wrong. The message names the flag and says what to do."""
+
+
+class CodecError(TrioLLMError, ValueError):
+    """A frame is malformed, or a message cannot be put on the wire."""
+
+
+class InvalidRequestError(TrioLLMError, ValueError):
+    """The request is at fault and will fail again as it is.
+
+    Args:
+        message: what is wrong, with its numbers, and what would be right.
+        param: the field at fault, as a dotted path (`messages.0.content`).
+    """
+
+    status = 400
+    kind = "invalid_request_error"
+
+    def __init__(self, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class PromptTooLongError(InvalidRequestError):
+    """The prompt, or prompt and answer together, do not fit the model's context."""
+
+    def __init__(self, *, limit: int, num_prompt_tokens: int, max_tokens: int | None) -> None:
+        wanted = f" and max_tokens is {max_tokens}" if max_tokens is not None else ""
+        super().__init__(
+            f"this model's maximum context length is {limit} tokens, but the prompt has "
+            f"{num_prompt_tokens}{wanted}; shorten the prompt or lower max_tokens",
+            "input_tokens" if max_tokens is None else "max_tokens",
+        )
+
+
+class ModelNotFoundError(InvalidRequestError):
+    """No model of that name is served here."""
+
+    status = 404
+    kind = "not_found_error"
+
+    def __init__(self, name: str, served: tuple[str, ...]) -> None:
+        super().__init__(f"the model {name[:200]!r} is not served here; served: {', '.join(served)}", "model")
+
+
+class BodyTooLargeError(InvalidRequestError):
+    """The body of an HTTP request is over the cap."""
+
+    status = 413
+
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            f"the request body is larger than {limit_bytes} bytes, the limit of this server (--max-body-bytes)"
+        )
+
+
+class NotSupportedError(TrioLLMError):
+    """The model, or this version of the software, has no such ability."""
+
+    status = 501
+
+
+class EngineError(TrioLLMError):
+    """The engine's side failed."""
+
+
+class EngineGenerateError(EngineError):
+    """One request failed inside the engine or while its output was processed; others go on."""
+
+
+class EngineUnavailableError(EngineError):
+    """The engine takes no requests at the moment: it is loading, or the server is draining."""
+
+    status = 503
+    can_retry = True
+
+    def __init__(self, message: str, *, retry_after_s: float = 5.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class EngineDeadError(EngineError):
+    """The engine process is gone. The message holds the root cause as far as it is known."""
+
+    status = 503
+
+
+class EngineStartupError(EngineDeadError):
+    """The engine ended before it was ready. The message is the one line an operator needs."""

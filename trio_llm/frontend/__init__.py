@@ -1,0 +1,1 @@
+"""The Trio side: requests in, text out. Never imports torch."""

@@ -1,0 +1,1 @@
+"""The front end's end of the wire: sockets and engine processes."""

@@ -1,0 +1,234 @@
+"""EngineClient: the whole interface between whoever serves a model and whoever uses it.
+
+Routes talk to nothing else. `AsyncLLM` implements it over local engine processes. The names are vLLM's.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+from trio_llm.errors import EngineDeadError, NotSupportedError
+from trio_llm.frontend.status import EngineStatus
+from trio_llm.outputs import RequestOutput
+
+if TYPE_CHECKING:
+    from trio_llm.config import EngineConfig
+    from trio_llm.frontend.input_processor import InputProcessor
+    from trio_llm.frontend.model_config import ModelConfig
+    from trio_llm.frontend.rendering.renderer import Renderer
+    from trio_llm.sampling import SamplingParams
+
+__all__ = ["EngineClient", "RequestStream"]
+
+
+class RequestStream(AbstractAsyncContextManager["RequestStream"], AsyncIterator[RequestOutput], Protocol):
+    """What `generate()` returns: an async context manager that is an async iterator inside.
+
+    Entering admits the request; overload and bad input raise there. Leaving, by any way, aborts what is unfinished.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """The caller's id of the request, or the one made for the caller."""
+        ...
+
+
+class EngineClient(abc.ABC):
+    """A model to generate with, wherever it runs."""
+
+    # Set once the engine is ready; reading them earlier raises EngineUnavailableError.
+    config: EngineConfig
+
+    @property
+    @abc.abstractmethod
+    def model_config(self) -> ModelConfig:
+        """Limits and names of the loaded model.
+
+        Raises:
+            EngineUnavailableError: it is still loading.
+        """
+
+    @property
+    @abc.abstractmethod
+    def renderer(self) -> Renderer:
+        """Chat messages and text to token ids, with the loaded model's tokenizer. Raises as `model_config`."""
+
+    @property
+    @abc.abstractmethod
+    def input_processor(self) -> InputProcessor:
+        """Checks requests against the loaded model. Raises as `model_config`."""
+
+    # ------------------------------------------------------------------------------------- requests
+
+    @abc.abstractmethod
+    def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> RequestStream:
+        """Generate for one prompt (text or token ids).
+
+        Use: `async with llm.generate(...) as stream: async for output in stream: ...`
+
+        Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
+        which costs at most the step in flight.
+
+        Raises (on entering):
+            InvalidRequestError: the request can never work.
+            EngineUnavailableError: the engine is loading or draining.
+            EngineDeadError: the engine is gone.
+        """
+
+    @abc.abstractmethod
+    def abort(self, request_ids: str | Iterable[str]) -> int:
+        """Abort every running request with one of these callers' ids. Synchronous; returns how many there were.
+
+        Their readers get what was generated, with the finish reason `abort`.
+        """
+
+    def encode(self, prompt: str | list[int], *, request_id: str | None = None) -> NoReturn:
+        """Embeddings and other pooled outputs."""
+        self._refuse("encode")
+
+    @abc.abstractmethod
+    def check_admission(self) -> None:
+        """Raise what entering `generate()` would raise for no fault of the request: loading, draining, dead."""
+
+    # ---------------------------------------------------------------------------------------- state
+
+    @property
+    @abc.abstractmethod
+    def status(self) -> EngineStatus:
+        """State, phase and progress, from the first moment on. Never raises."""
+
+    @abc.abstractmethod
+    def drain(self) -> None:
+        """Refuse new requests from now on; running ones go on. Cannot be undone; calling it twice is harmless."""
+
+    @abc.abstractmethod
+    async def wait_idle(self) -> None:
+        """Wait until no request is unfinished.
+
+        Cancellation: safe.
+        """
+
+    @abc.abstractmethod
+    async def check_health(self) -> None:
+        """Return if the engine answers a round trip through its loop.
+
+        Cancellation: safe; nothing stays behind.
+
+        Raises:
+            EngineUnavailableError: loading or draining.
+            EngineDeadError: the engine is gone.
+        """
+
+    @property
+    @abc.abstractmethod
+    def is_running(self) -> bool:
+        """Requests are accepted now."""
+
+    @property
+    def is_stopped(self) -> bool:
+        """The opposite of `is_running`."""
+        return not self.is_running
+
+    @property
+    def errored(self) -> bool:
+        """The engine is dead for good."""
+        return self.dead_error is not None
+
+    @property
+    @abc.abstractmethod
+    def dead_error(self) -> EngineDeadError | None:
+        """Why the engine is dead, or None."""
+
+    @property
+    @abc.abstractmethod
+    def should_keep_api_server_alive(self) -> bool:
+        """A dead engine does not end the server."""
+
+    @abc.abstractmethod
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        """What the loaded model can do: `generate`, ... Raises as `model_config`."""
+
+    def is_tracing_enabled(self) -> bool:
+        """Spans are recorded for requests."""
+        return False
+
+    @abc.abstractmethod
+    def do_log_stats(self) -> None:
+        """Write one line of statistics to the log now."""
+
+    # ------------------------------------------------------------- control; each raises NotSupportedError
+
+    async def sleep(self, level: int = 1) -> None:
+        """Give memory back until `wake_up`."""
+        self._refuse("sleep")
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Undo `sleep`."""
+        self._refuse("wake_up")
+
+    async def is_sleeping(self) -> bool:
+        """Whether `sleep` is in force."""
+        self._refuse("is_sleeping")
+
+    async def pause_generation(self, *, mode: str = "abort") -> None:
+        """Stop generating until `resume_generation`."""
+        self._refuse("pause_generation")
+
+    async def resume_generation(self) -> None:
+        """Undo `pause_generation`."""
+        self._refuse("resume_generation")
+
+    async def is_paused(self) -> bool:
+        """Whether `pause_generation` is in force."""
+        self._refuse("is_paused")
+
+    async def add_lora(self, name: str, path: str) -> None:
+        """Load an adapter."""
+        self._refuse("add_lora")
+
+    async def remove_lora(self, name: str) -> None:
+        """Unload an adapter."""
+        self._refuse("remove_lora")
+
+    async def list_loras(self) -> list[str]:
+        """Names of the loaded adapters."""
+        self._refuse("list_loras")
+
+    async def pin_lora(self, name: str) -> None:
+        """Keep an adapter loaded."""
+        self._refuse("pin_lora")
+
+    async def reset_prefix_cache(self) -> None:
+        """Forget cached prefixes."""
+        self._refuse("reset_prefix_cache")
+
+    async def collective_rpc(
+        self, method: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 60
+    ) -> list[Any]:
+        """Call a method of every worker."""
+        self._refuse("collective_rpc")
+
+    async def start_profile(self) -> None:
+        """Start the engine's profiler."""
+        self._refuse("start_profile")
+
+    async def stop_profile(self) -> None:
+        """Stop the engine's profiler."""
+        self._refuse("stop_profile")
+
+    async def update_weights(self, path: str) -> None:
+        """Load other weights of the same shape."""
+        self._refuse("update_weights")
+
+    def _refuse(self, method: str) -> NoReturn:
+        raise NotSupportedError(f"{type(self).__name__} does not support {method}()")

@@ -1,0 +1,1 @@
+"""The HTTP server: Hypercorn host, ASGI shell, routes."""

@@ -1,0 +1,1 @@
+"""The OpenAI protocol: bodies in, events out. Pure."""

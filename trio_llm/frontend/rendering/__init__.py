@@ -1,0 +1,1 @@
+"""Text and chat messages to token ids."""

@@ -1,0 +1,1 @@
+"""Counting what happens, for logs and Prometheus."""

@@ -1,0 +1,54 @@
+"""What the output handler counts, and the interface of those who record it.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trio_llm.outputs import FinishReason
+from trio_llm.wire.messages import SchedulerStats
+
+__all__ = ["FinishedRequestStats", "IterationStats", "StatLogger"]
+
+
+@dataclass(slots=True, kw_only=True)
+class FinishedRequestStats:
+    """One request that ended."""
+
+    request_id: str
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_output_tokens: int
+    max_tokens: int
+    e2e_latency_s: float
+    time_to_first_token_s: float | None
+    """None: it ended before its first token."""
+
+
+@dataclass(slots=True)
+class IterationStats:
+    """What one drained batch of engine outputs held."""
+
+    num_prompt_tokens: int = 0
+    """Of requests whose first token came."""
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+    time_to_first_token_s: list[float] = field(default_factory=list)
+    inter_token_latency_s: list[float] = field(default_factory=list)
+    finished: list[FinishedRequestStats] = field(default_factory=list)
+
+
+class StatLogger(Protocol):
+    """Records statistics. Called in the output handler: must not block and must not raise."""
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        """One drained batch; `scheduler` is the newest state of the engine's scheduler, if the batch had one."""
+        ...
+
+    def log(self) -> None:
+        """Called every ten seconds and by `do_log_stats()`: write a line, if this logger writes any."""
+        ...

@@ -1,0 +1,27 @@
+"""EngineStatus: what state the engine is in, for /health, progress bars and admission.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["EngineState", "EngineStatus"]
+
+EngineState = Literal["loading", "ready", "draining", "dead"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatus:
+    state: EngineState
+    phase: str | None = None
+    """While loading: starting, convert, load, warm-up, tokenizer."""
+    done: int = 0
+    total: int = 0
+    """How far the phase is; total 0: not known."""
+    elapsed_s: float = 0.0
+    """Since the engine was started."""
+    reason: str | None = None
+    """Of death: the root cause as text."""

@@ -1,0 +1,1 @@
+"""Token ids to text: detokenizer, stop strings, log-probabilities. Pure."""

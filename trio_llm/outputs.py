@@ -1,0 +1,60 @@
+"""What a stream yields: RequestOutput, CompletionOutput and their log-probabilities.
+
+Pure. Made by the output processor, read by routes and library callers.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "TokenLogprobs"]
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+class Logprob(msgspec.Struct, frozen=True):
+    """One candidate for one position."""
+
+    token_id: int
+    logprob: float
+    """Natural logarithm, of the model's own distribution (before temperature and filters)."""
+    rank: int
+    """1 is the likeliest token of the vocabulary."""
+    token: str
+    """The token as text; bytes that are not valid UTF-8 on their own show as U+FFFD."""
+    token_bytes: bytes
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """The sampled token of one position and the likeliest alternatives, best first."""
+
+    sampled: Logprob
+    top: tuple[Logprob, ...]
+
+
+class CompletionOutput(msgspec.Struct):
+    """One choice. With DELTA: what is new in it; else: all of it."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    """One entry a token of `token_ids`; None unless asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+    """The stop string or stop token that ended it; None for the model's own end."""
+
+
+class RequestOutput(msgspec.Struct):
+    """One item of a stream."""
+
+    request_id: str
+    """The caller's id, or the one that was made for the caller."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that the engine did not have to compute."""
+    outputs: list[CompletionOutput]
+    finished: bool
+    """Nothing comes after this item."""

@@ -1,0 +1,1 @@
+"""Messages between front end and engine, and their codec. Pure."""

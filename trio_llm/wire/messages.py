@@ -1,0 +1,192 @@
+"""The messages that cross the process line, as msgspec structs.
+
+Pure. The front end and the engine share nothing else. Arrays on the wire: append fields, with defaults.
+
+Every message from an engine carries its `epoch`, the count of its incarnation, so that what a dead one
+sent late is told apart. Every output row carries `start`, the index of its first token among those
+generated for its request, so that repeats and gaps are told apart.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from trio_llm.outputs import FinishReason
+from trio_llm.sampling import SamplingParams
+
+__all__ = [
+    "Abort",
+    "Ack",
+    "EngineCoreOutput",
+    "EngineCoreOutputs",
+    "EngineCoreRequest",
+    "EngineDead",
+    "FromEngine",
+    "Heartbeat",
+    "LogprobRow",
+    "PlainValue",
+    "Progress",
+    "Ready",
+    "SchedulerStats",
+    "ToEngine",
+    "UtilityCall",
+    "UtilityResult",
+]
+
+PlainValue = None | bool | int | float | str
+"""What arguments and results of utility calls are made of."""
+
+
+class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """Base: an array with the tag in front, defaults left off at the end."""
+
+
+# ------------------------------------------------------------------------------------- to the engine
+
+
+class EngineCoreRequest(_Message, frozen=True, tag="add"):
+    """Generate for one request."""
+
+    request_id: str
+    """Internal id: unique for ever."""
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    """With `seed` and `max_tokens` filled in."""
+    priority: int = 0
+    """Lower is earlier."""
+    deadline_s: float | None = None
+    """Seconds left, at sending, until nobody reads the answer; what still waits then is dropped."""
+    output_token_ids: list[int] = msgspec.field(default_factory=list)
+    """Tokens that an earlier incarnation generated already: the answer goes on after them."""
+
+
+class Abort(_Message, frozen=True, tag="abort"):
+    """Forget these requests. Each gets one confirming row."""
+
+    request_ids: list[str]
+
+
+class Ack(_Message, frozen=True, tag="ack"):
+    """Credit: the front end has taken every message up to this step."""
+
+    step: int
+
+
+class UtilityCall(_Message, frozen=True, tag="call"):
+    """Call a method out of the engine's fixed table."""
+
+    call_id: int
+    method: str
+    args: list[PlainValue] = msgspec.field(default_factory=list)
+
+
+ToEngine = EngineCoreRequest | Abort | Ack | UtilityCall
+
+
+# ----------------------------------------------------------------------------------- from the engine
+
+
+class LogprobRow(_Message, frozen=True):
+    """Log-probabilities of one position: the sampled token first, then the likeliest ones, best first."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    sampled_rank: int
+    """Rank of the sampled token in the whole vocabulary, 1 for the likeliest."""
+
+
+class EngineCoreOutput(_Message, frozen=True):
+    """What one step did for one request."""
+
+    request_id: str
+    start: int
+    """Index of the first of `new_token_ids` among the request's generated tokens."""
+    new_token_ids: list[int]
+    logprobs: list[LogprobRow] | None = None
+    """One a token, if asked for."""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None
+    """The stop token that ended it."""
+    error: str | None = None
+    """Why, for the finish reason `error`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were not computed; in the first row of a request."""
+
+
+class SchedulerStats(_Message, frozen=True):
+    """The scheduler's state after a step."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_free_blocks: int = 0
+    num_blocks: int = 0
+    num_preempted: int = 0
+    """Preemptions since the engine started."""
+    num_prompt_tokens: int = 0
+    """Prompt tokens computed in this step."""
+
+
+class UtilityResult(_Message, frozen=True):
+    """The answer to a UtilityCall: a value, or the text of an error."""
+
+    call_id: int
+    value: PlainValue | list[PlainValue] | dict[str, PlainValue] = None
+    error: str | None = None
+
+
+class EngineCoreOutputs(_Message, frozen=True, tag="outputs"):
+    """All that one step has for this front end."""
+
+    epoch: int
+    step: int
+    """Count of these messages, from 1; what `Ack` refers to."""
+    timestamp: float
+    """The engine's monotonic clock, seconds."""
+    outputs: list[EngineCoreOutput] = msgspec.field(default_factory=list)
+    stats: SchedulerStats | None = None
+    utility_results: list[UtilityResult] = msgspec.field(default_factory=list)
+
+
+class Ready(_Message, frozen=True, tag="ready"):
+    """The model is loaded and the engine takes requests."""
+
+    epoch: int
+    model_dir: str
+    """Directory in Hugging Face form with the tokenizer that belongs to the weights."""
+    max_model_len: int
+    logits_width: int
+    """Number of ids the model can emit; the tokenizer may know fewer or more."""
+    num_blocks: int
+    block_size: int
+    dtype: str
+    device: str
+    eos_token_ids: list[int]
+    tasks: list[str]
+    versions: dict[str, str]
+
+
+class Progress(_Message, frozen=True, tag="progress"):
+    """Start-up goes on."""
+
+    epoch: int
+    phase: str
+    """convert, load, warm-up."""
+    done: int
+    total: int
+    """0: not known."""
+
+
+class Heartbeat(_Message, frozen=True, tag="heartbeat"):
+    """The loop turns although there is nothing to tell. Sent every second when idle."""
+
+    epoch: int
+
+
+class EngineDead(_Message, frozen=True, tag="dead"):
+    """The engine's last message: it failed."""
+
+    epoch: int
+    reason: str
+
+
+FromEngine = EngineCoreOutputs | Ready | Progress | Heartbeat | EngineDead
