@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import AbstractAsyncContextManager
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from trio_llm.errors import EngineDeadError, NotSupportedError
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["EngineClient", "RequestStream"]
 
 
-class RequestStream(AbstractAsyncContextManager["RequestStream"], AsyncIterator[RequestOutput], Protocol):
+class RequestStream(Protocol):
     """What `generate()` returns: an async context manager that is an async iterator inside.
 
     Entering admits the request; overload and bad input raise there. Leaving, by any way, aborts what is unfinished.
@@ -34,6 +34,16 @@ class RequestStream(AbstractAsyncContextManager["RequestStream"], AsyncIterator[
     def request_id(self) -> str:
         """The caller's id of the request, or the one made for the caller."""
         ...
+
+    async def __aenter__(self) -> RequestStream: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None: ...
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def __anext__(self) -> RequestOutput: ...
 
 
 class EngineClient(abc.ABC):

@@ -1,18 +1,21 @@
-"""Sequence: a request inside the engine, its tokens and its KV blocks.
+"""Sequence: a request inside the engine, its tokens and its KV blocks. SequenceQueue: sequences in order.
 
-Pure. Owned by the scheduler; executors read it and write nothing in it.
+Pure. Owned by the scheduler; executors read a sequence and write nothing in it.
 """
 
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from trio_llm.outputs import FinishReason
 from trio_llm.sampling import SamplingParams
 
-__all__ = ["TRANSITIONS", "Sequence", "SequenceState"]
+__all__ = ["TRANSITIONS", "Sequence", "SequenceQueue", "SequenceState"]
 
 
 class SequenceState(enum.Enum):
@@ -46,7 +49,7 @@ class Sequence:
     params: SamplingParams
     priority: int = 0
     arrival: int = 0
-    """Count of arrivals at the scheduler: the order among equals."""
+    """Count of arrivals at the scheduler, which sets it: the order among equals."""
     expires_at: float | None = None
     """Engine's clock, seconds: dropped if it still waits then."""
     state: SequenceState = SequenceState.WAITING
@@ -54,7 +57,19 @@ class Sequence:
     """KV blocks, in the order of positions."""
     num_computed_tokens: int = 0
     """Tokens whose K and V are in the cache."""
+    num_preemptions: int = 0
+    """Times it lost its blocks and had to begin again."""
     finish_reason: FinishReason | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Whom to serve first: the smaller one. Never equal for two sequences of a scheduler."""
+        return self.priority, self.arrival
+
+    @property
+    def num_uncomputed_tokens(self) -> int:
+        """Known tokens whose K and V are not in the cache yet; the next token needs all of them."""
+        return len(self.token_ids) - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:
@@ -65,3 +80,38 @@ class Sequence:
         """Change the state along `TRANSITIONS`."""
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"
         self.state = state
+
+
+_order = attrgetter("order")
+
+
+class SequenceQueue:
+    """Sequences by priority, then arrival. Looking at either end is O(1), a change costs a bisection and a shift."""
+
+    def __init__(self) -> None:
+        self._sequences: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """In order. The queue must not change meanwhile; iterate over a copy to change it."""
+        return iter(self._sequences)
+
+    @property
+    def first(self) -> Sequence:
+        """The one to serve first. The queue must not be empty."""
+        return self._sequences[0]
+
+    @property
+    def last(self) -> Sequence:
+        """The one to serve last. The queue must not be empty."""
+        return self._sequences[-1]
+
+    def add(self, sequence: Sequence) -> None:
+        insort(self._sequences, sequence, key=_order)
+
+    def remove(self, sequence: Sequence) -> None:
+        index = bisect_left(self._sequences, sequence.order, key=_order)
+        assert self._sequences[index : index + 1] == [sequence], f"{sequence.request_id} is not in this queue"
+        del self._sequences[index]

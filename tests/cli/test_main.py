@@ -1,0 +1,192 @@
+"""The command line: its help, its speed's cause (what it imports), and its errors."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.main import get_command
+
+from trio_llm.cli import chat as chat_module
+from trio_llm.cli.main import app, run
+from trio_llm.config import EngineConfig, ServerConfig
+from trio_llm.errors import EngineStartupError
+from trio_llm.version import __version__
+
+HEAVY = ("torch", "transformers", "trio", "hypercorn", "fastapi", "jinja2", "zmq", "numpy")
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> list[tuple[EngineConfig, ServerConfig, dict[str, Any]]]:
+    """What `serve` would have run, in place of running it."""
+    calls: list[tuple[EngineConfig, ServerConfig, dict[str, Any]]] = []
+
+    def record(engine: EngineConfig, server: ServerConfig, **rest: Any) -> int:
+        calls.append((engine, server, rest))
+        return 0
+
+    monkeypatch.setattr("trio_llm.cli.serve.run_server", record)
+    return calls
+
+
+@pytest.mark.parametrize("args", [["--help"], ["serve", "--help"], ["chat", "--help"], ["--version"]])
+def test_help_loads_nothing_heavy(args: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from trio_llm.cli.main import run\n"
+        f"assert run({args!r}) == 0\n"
+        f"print(sorted(set({HEAVY!r}) & set(sys.modules)), file=sys.stderr)"
+    )
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert result.stderr.strip() == "[]"
+    assert result.stdout
+
+
+def test_serving_loads_no_torch_and_no_transformers_in_this_process() -> None:
+    code = (
+        "import sys, trio_llm.cli.serve, trio_llm.cli.chat\n"
+        "print(sorted({'torch', 'transformers', 'numpy'} & set(sys.modules)))"
+    )
+
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert result.stdout.strip() == "[]"
+
+
+def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", "--help"]) == 0
+
+    text = capsys.readouterr().out
+    for expected in ("Model", "Memory and scheduling", "Server", "Failure", "8000", "127.0.0.1", "16M"):
+        assert expected in text
+
+
+def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capsys.readouterr().out.strip() == f"trio-llm {__version__}"
+
+
+def test_no_option_changes_no_default(served: list[Any]) -> None:
+    assert run(["serve"]) == 0
+
+    assert served == [(EngineConfig(), ServerConfig(), {"log_level": "info", "log_stats": True})]
+
+
+def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> None:
+    line = (
+        f"serve {tmp_path} --dtype float32 --device cpu --max-model-len 2k --max-num-seqs 8 "
+        "--max-num-batched-tokens 1K --num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M "
+        "--host 0.0.0.0 --port 0 --allow-unauthenticated --served-model-name a --served-model-name b "
+        "--drain-timeout 5 --keep-alive-on-engine-death --max-body-bytes 1M --body-timeout 7 "
+        "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats"
+    )
+
+    assert run(line.split()) == 0
+
+    engine = EngineConfig(
+        model=str(tmp_path),
+        dtype="float32",
+        device="cpu",
+        max_model_len=2000,
+        max_num_seqs=8,
+        max_num_batched_tokens=1024,
+        num_gpu_blocks_override=100,
+        kv_cache_memory_bytes=512 * 1024**2,
+    )
+    server = ServerConfig(
+        host="0.0.0.0",
+        port=0,
+        allow_unauthenticated=True,
+        served_model_names=("a", "b"),
+        drain_timeout_s=5,
+        keep_alive_on_engine_death=True,
+        max_body_bytes=1024**2,
+        body_timeout_s=7,
+        sse_keep_alive_interval_s=3,
+    )
+    assert served == [(engine, server, {"log_level": "debug", "log_stats": False})]
+
+
+def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) -> None:
+    assert run(["serve", "--served_model_name=my_model", "--max_num_seqs", "4"]) == 0
+
+    engine, server, _ = served[0]
+    assert (engine.max_num_seqs, server.served_model_names) == (4, ("my_model",))
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "named"),
+    [
+        ("serve --max-model-len 3q", 2, "--max-model-len"),
+        ("serve --port http", 2, "--port"),
+        ("serve --dtype int3", 2, "--dtype"),
+        ("serve --max-modle-len 4", 2, "--max-model-len"),
+        ("serv", 2, "serve"),
+        ("serve a b", 2, "b"),
+        ("serve --port 70000", 1, "--port"),
+        ("serve --max-num-seqs 0", 1, "--max-num-seqs"),
+        ("serve --max-num-seqs 64 --max-num-batched-tokens 8", 1, "--max-num-batched-tokens"),
+        ("serve --host 0.0.0.0", 1, "--allow-unauthenticated"),
+        ("serve --drain-timeout -1", 1, "--drain-timeout"),
+        ("serve /no/such/model", 1, "MODEL '/no/such/model'"),
+        ("chat ftp://here", 1, "ftp://here"),
+        ("chat --temperature 3", 2, "--temperature"),
+    ],
+)
+def test_a_wrong_command_line_gets_one_line_that_names_what_is_wrong(
+    line: str, code: int, named: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(line.split()) == code
+
+    error = capsys.readouterr().err
+    assert error.startswith("trio-llm: ")
+    assert error.count("\n") == 1
+    assert named in error
+    assert served == []
+
+
+def test_an_error_of_several_lines_becomes_one(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: Any, **rest: Any) -> int:
+        raise EngineStartupError("no memory for the KV cache;\n  lower --max-model-len")
+
+    monkeypatch.setattr("trio_llm.cli.serve.run_server", fail)
+
+    assert run(["serve"]) == 1
+    assert capsys.readouterr().err == "trio-llm: no memory for the KV cache; lower --max-model-len\n"
+
+
+def test_ctrl_c_ends_without_a_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def interrupt(*args: Any, **rest: Any) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(chat_module, "run_chat", interrupt)
+
+    assert run(["chat"]) == 130
+    assert capsys.readouterr().err.strip() == ""
+
+
+def options_of(command: str) -> set[str]:
+    """Every long option that the command line's reader knows."""
+    params = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    names = {name for param in params for name in [*param.opts, *param.secondary_opts]}
+    return {name for name in names if name.startswith("--")} - {"--help"}
+
+
+def test_the_configuration_page_and_the_options_are_the_same() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text()
+    listed = {
+        name
+        for line in page.splitlines()
+        if line.startswith("| `-")
+        for name in re.findall(r"`(--[a-z-]+)`", line.split(" | ")[0])
+    }
+
+    assert listed == options_of("serve") | options_of("chat")

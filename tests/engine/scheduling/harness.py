@@ -1,0 +1,130 @@
+"""An engine in miniature for tests: a scheduler over a FakeExecutor, every invariant checked after every change."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from trio_llm.config import FakeEngineConfig
+from trio_llm.engine.executor.base import StepPlan, StepResult
+from trio_llm.engine.executor.fake import FakeExecutor
+from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import EngineCoreOutput
+
+BLOCK_SIZE = 4
+LOGITS_WIDTH = 16
+
+
+def make_limits(
+    *,
+    num_blocks: int = 64,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 32,
+    max_model_len: int = 64,
+    eos_token_ids: tuple[int, ...] = (),
+) -> SchedulerLimits:
+    return SchedulerLimits(
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+        eos_token_ids=eos_token_ids,
+    )
+
+
+def make_sequence(
+    request_id: str,
+    prompt: list[int],
+    params: SamplingParams | None = None,
+    *,
+    max_tokens: int = 8,
+    generated: list[int] | None = None,
+    priority: int = 0,
+    expires_at: float | None = None,
+) -> Sequence:
+    return Sequence(
+        request_id=request_id,
+        token_ids=[*prompt, *(generated or [])],
+        num_prompt_tokens=len(prompt),
+        params=params or SamplingParams(max_tokens=max_tokens),
+        priority=priority,
+        expires_at=expires_at,
+    )
+
+
+class MiniEngine:
+    """Steps a scheduler and keeps the tokens and the last row of every request, as a front end would."""
+
+    def __init__(self, limits: SchedulerLimits | None = None, fake: FakeEngineConfig | None = None) -> None:
+        self.limits = limits or make_limits()
+        fake = fake or FakeEngineConfig(logits_width=LOGITS_WIDTH, eos_token_ids=self.limits.eos_token_ids)
+        self.scheduler = Scheduler(self.limits)
+        self.executor = FakeExecutor(
+            fake, num_blocks=self.limits.num_blocks, model_dir="nowhere", block_size=BLOCK_SIZE
+        )
+        self.plan: StepPlan | None = None
+        """In flight."""
+        self.tokens: dict[str, list[int]] = {}
+        """Of answers, those generated before included."""
+        self.finals: dict[str, EngineCoreOutput] = {}
+        self.num_starts: Counter[str] = Counter()
+        """How often position 0 of a request was computed."""
+
+    def add(self, sequence: Sequence) -> Sequence:
+        self.tokens[sequence.request_id] = sequence.token_ids[sequence.num_prompt_tokens :]
+        self.scheduler.add(sequence)
+        self.scheduler.check()
+        return sequence
+
+    def abort(self, request_id: str) -> EngineCoreOutput:
+        row = self.scheduler.abort(request_id)
+        self.scheduler.check()
+        return row
+
+    def begin_step(self) -> StepResult | None:
+        """Schedule and execute; `end_step` commits. None if there is nothing to do."""
+        self.plan = self.scheduler.schedule()
+        self.scheduler.check()
+        if self.plan is None:
+            return None
+        self.num_starts.update(chunk.sequence.request_id for chunk in self.plan.chunks if chunk.start == 0)
+        return self.executor.execute(self.plan)
+
+    def end_step(self, result: StepResult) -> list[EngineCoreOutput]:
+        assert self.plan is not None
+        rows = self.scheduler.commit(self.plan, result)
+        self.plan = None
+        self.scheduler.check()
+        self.take(rows)
+        return rows
+
+    def step(self) -> list[EngineCoreOutput]:
+        result = self.begin_step()
+        assert result is not None, "nothing to do"
+        return self.end_step(result)
+
+    def run(self, *, max_steps: int) -> None:
+        """Step until nothing is left, which must be so after `max_steps`."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_unfinished:
+                return
+            self.step()
+        assert not self.scheduler.has_unfinished, f"unfinished after {max_steps} steps"
+
+    def take(self, rows: list[EngineCoreOutput]) -> None:
+        for row in rows:
+            assert row.request_id not in self.finals, "a row after the last one"
+            assert row.start == len(self.tokens[row.request_id]), "a gap or a repeat"
+            self.tokens[row.request_id] += row.new_token_ids
+            if row.finish_reason is not None:
+                self.finals[row.request_id] = row
+
+
+def answer_alone(prompt: list[int], params: SamplingParams) -> list[int]:
+    """What a prompt gives in an engine of its own with room and budget for everything."""
+    engine = MiniEngine(make_limits(num_blocks=256, max_num_batched_tokens=1024, max_model_len=1024))
+    engine.add(make_sequence("alone", prompt, params))
+    engine.run(max_steps=1024)
+    return engine.tokens["alone"]

@@ -1,0 +1,205 @@
+"""Random traffic: whatever comes and goes, tokens are those of a request alone, and nothing is lost or starves."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits, make_sequence
+from trio_llm.engine.executor.base import StepResult
+from trio_llm.engine.scheduling.scheduler import SchedulerLimits
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.sampling import SamplingParams
+
+
+@lru_cache(maxsize=4096)
+def expected_answer(prompt: tuple[int, ...], params: SamplingParams) -> list[int]:
+    return answer_alone(list(prompt), params)
+
+
+@st.composite
+def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
+    """Tiny caches and budgets, from one token a sequence up."""
+    num_blocks = draw(st.integers(2, 12))
+    max_num_seqs = draw(st.integers(1, 5))
+    return make_limits(
+        num_blocks=num_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
+        max_model_len=draw(st.integers(BLOCK_SIZE, num_blocks * BLOCK_SIZE)),
+    )
+
+
+params_strategy = st.builds(
+    SamplingParams,
+    max_tokens=st.integers(3, 12),
+    min_tokens=st.integers(0, 3),
+    stop_token_ids=st.sampled_from([(), (1, 2, 3, 4)]),
+)
+prompts = st.lists(st.integers(0, 3), min_size=1, max_size=24)
+
+
+class Traffic(RuleBasedStateMachine):
+    """Requests come, are aborted and expire at any phase of any step; the harness checks invariants throughout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine: MiniEngine
+        self.sequences: dict[str, Sequence] = {}
+        self.gone: set[str] = set()
+        """Aborted or expired."""
+        self.result: StepResult | None = None
+        """Of the step in flight."""
+        self.now_s = 0.0
+
+    @initialize(limits=limits_strategy())
+    def start(self, limits: SchedulerLimits) -> None:
+        self.engine = MiniEngine(limits)
+
+    @rule(
+        prompt=prompts,
+        params=params_strategy,
+        priority=st.integers(0, 2),
+        patience_s=st.none() | st.integers(0, 3),
+        num_generated=st.integers(0, 4),
+    )
+    def add(
+        self, prompt: list[int], params: SamplingParams, priority: int, patience_s: int | None, num_generated: int
+    ) -> None:
+        prompt = prompt[: self.engine.limits.max_model_len - 1]
+        answer = self.answer(prompt, params)
+        sequence = make_sequence(
+            f"r{len(self.sequences)}",
+            prompt,
+            params,
+            generated=answer[: min(num_generated, len(answer) - 1)],
+            priority=priority,
+            expires_at=None if patience_s is None else self.now_s + patience_s,
+        )
+        self.sequences[sequence.request_id] = self.engine.add(sequence)
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.sequences)))
+        was_over = request_id in self.engine.finals or request_id in self.gone
+
+        row = self.engine.abort(request_id)
+
+        assert row.finish_reason == "abort"
+        assert row.start == (0 if was_over else len(self.engine.tokens[request_id]))
+        if not was_over:
+            self.gone.add(request_id)
+
+    @rule(seconds=st.integers(0, 2))
+    def time_passes(self, seconds: int) -> None:
+        self.now_s += seconds
+        for row in self.engine.scheduler.take_expired(self.now_s):
+            sequence = self.sequences[row.request_id]
+            assert row.request_id not in self.engine.num_starts
+            assert sequence.expires_at is not None
+            assert sequence.expires_at <= self.now_s
+            self.gone.add(row.request_id)
+        self.engine.scheduler.check()
+
+    @precondition(lambda self: self.result is None)
+    @rule()
+    def begin_step(self) -> None:
+        had_work = self.engine.scheduler.has_unfinished
+        self.result = self.engine.begin_step()
+        assert had_work == (self.result is not None)
+
+    @precondition(lambda self: self.result is not None)
+    @rule()
+    def end_step(self) -> None:
+        assert self.result is not None
+        reported = {row.request_id for row in self.engine.end_step(self.result)}
+        self.result = None
+        assert not reported & self.gone
+
+    @precondition(lambda self: self.result is None)
+    @rule(count=st.integers(1, 10))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.begin_step()
+            if self.result is None:
+                return
+            self.end_step()
+
+    def answer(self, prompt: list[int], params: SamplingParams) -> list[int]:
+        return expected_answer(tuple(prompt), params)[: self.engine.limits.max_model_len - len(prompt)]
+
+    def teardown(self) -> None:
+        if not hasattr(self, "engine"):
+            return
+        if self.result is not None:
+            self.end_step()
+        # The first of all waits until those that run are through, then is served without a pause.
+        left = [s for s in self.sequences.values() if s.finish_reason is None]
+        num_tokens = sum(s.num_prompt_tokens + (s.params.max_tokens or 0) for s in left)
+        self.engine.run(max_steps=len(left) * num_tokens)
+
+        assert self.engine.scheduler.stats().num_free_blocks == self.engine.limits.num_blocks
+        for request_id, sequence in self.sequences.items():
+            answer = self.answer(sequence.token_ids[: sequence.num_prompt_tokens], sequence.params)
+            tokens = self.engine.tokens[request_id]
+            if request_id in self.gone:
+                assert request_id not in self.engine.finals
+                assert tokens == answer[: len(tokens)]
+                assert self.engine.num_starts[request_id] <= 1 + sequence.num_preemptions
+            else:
+                assert tokens == answer
+                # The executor refuses a position that is computed twice after one start.
+                assert self.engine.num_starts[request_id] == 1 + sequence.num_preemptions
+
+
+Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestTraffic = Traffic.TestCase
+
+
+def answers(limits: SchedulerLimits, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
+    engine = MiniEngine(limits)
+    for i, (prompt, params) in enumerate(requests):
+        engine.add(make_sequence(str(i), prompt, params))
+    engine.run(max_steps=10_000)
+    return [engine.tokens[str(i)] for i in range(len(requests))]
+
+
+requests_strategy = st.lists(st.tuples(prompts, params_strategy), min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(requests=requests_strategy)
+def test_neither_cache_size_nor_chunks_nor_batch_change_a_token(
+    requests: list[tuple[list[int], SamplingParams]],
+) -> None:
+    alone = [expected_answer(tuple(prompt), params) for prompt, params in requests]
+
+    tiny_cache = make_limits(num_blocks=9, max_model_len=36, max_num_batched_tokens=1024)
+    tiny_budget = make_limits(num_blocks=256, max_num_seqs=2, max_num_batched_tokens=2)
+    everything_tiny = make_limits(num_blocks=9, max_model_len=36, max_num_seqs=3, max_num_batched_tokens=3)
+    plenty = make_limits(num_blocks=256, max_num_batched_tokens=1024)
+    for limits in (tiny_cache, tiny_budget, everything_tiny, plenty):
+        assert answers(limits, requests) == alone
+
+
+@settings(max_examples=20, deadline=None)
+@given(num_sequences=st.integers(2, 4), max_tokens=st.integers(12, 18))
+def test_sequences_that_outgrow_the_cache_together_preempt_and_still_end_with_the_same_tokens(
+    num_sequences: int, max_tokens: int
+) -> None:
+    params = SamplingParams(max_tokens=max_tokens)
+    engine = MiniEngine(make_limits(num_blocks=7, max_model_len=28))
+    prompts = [[i] * 5 for i in range(num_sequences)]
+    for i, prompt in enumerate(prompts):
+        engine.add(make_sequence(str(i), prompt, params))
+
+    engine.run(max_steps=num_sequences * num_sequences * (5 + max_tokens))
+
+    assert engine.scheduler.stats().num_preempted > 0
+    assert [engine.tokens[str(i)] for i in range(num_sequences)] == [
+        expected_answer(tuple(prompt), params) for prompt in prompts
+    ]

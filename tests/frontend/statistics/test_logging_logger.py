@@ -1,0 +1,67 @@
+"""LoggingStatLogger: one line per interval."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
+from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.wire.messages import SchedulerStats
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def logger(clock: Clock, caplog: pytest.LogCaptureFixture) -> LoggingStatLogger:
+    caplog.set_level(logging.INFO)
+    return LoggingStatLogger(clock)
+
+
+def test_rates_are_per_second_since_the_last_line(
+    logger: LoggingStatLogger, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch = IterationStats(num_prompt_tokens=20, num_generation_tokens=40)
+    logger.record(SchedulerStats(num_running=2, num_waiting=1, num_free_blocks=3, num_blocks=4), batch)
+    clock.now += 10
+    logger.log()
+    logger.record(None, IterationStats(num_generation_tokens=5))
+    clock.now += 5
+    logger.log()
+
+    assert caplog.messages == [
+        "prompt 2.0 tokens/s, generation 4.0 tokens/s, running 2, waiting 1, KV cache usage 25.0 %",
+        "prompt 0.0 tokens/s, generation 1.0 tokens/s, running 2, waiting 1, KV cache usage 25.0 %",
+    ]
+
+
+def test_an_idle_engine_is_said_to_be_idle_once(
+    logger: LoggingStatLogger, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger.record(SchedulerStats(num_blocks=4, num_free_blocks=4), IterationStats(num_generation_tokens=1))
+    for _ in range(4):
+        clock.now += 10
+        logger.log()
+
+    assert len(caplog.messages) == 2
+
+
+def test_two_lines_in_the_same_moment_do_not_divide_by_zero(
+    logger: LoggingStatLogger, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger.record(None, IterationStats(num_generation_tokens=1))
+    logger.log()
+
+    assert len(caplog.messages) == 1

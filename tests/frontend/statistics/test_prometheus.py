@@ -1,0 +1,151 @@
+"""PrometheusStatLogger: names, values and formats of its series."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats, StatLogger
+from trio_llm.outputs import FinishReason
+from trio_llm.version import __version__
+from trio_llm.wire.messages import SchedulerStats
+
+LABELS = {"model_name": "tiny", "engine": "0"}
+
+
+def samples(logger: PrometheusStatLogger) -> dict[tuple[str, str], float]:
+    """(name, the label beyond model and engine, if any) -> value."""
+    body, _ = logger.render()
+    found = {}
+    for family in text_string_to_metric_families(body.decode()):
+        for sample in family.samples:
+            labels = dict(sample.labels)
+            if family.name.startswith("vllm:"):
+                assert LABELS.items() <= labels.items(), sample
+            rest = [value for name, value in labels.items() if name not in LABELS]
+            found[sample.name, rest[0] if rest else ""] = sample.value
+    return found
+
+
+def finished(reason: FinishReason, *, prompt: int = 7, output: int = 3, latency_s: float = 0.4) -> FinishedRequestStats:
+    return FinishedRequestStats(
+        request_id="r",
+        finish_reason=reason,
+        num_prompt_tokens=prompt,
+        num_cached_tokens=0,
+        num_output_tokens=output,
+        max_tokens=16,
+        e2e_latency_s=latency_s,
+        time_to_first_token_s=0.1,
+    )
+
+
+def test_before_anything_happens_every_series_is_there_and_zero() -> None:
+    logger: StatLogger = PrometheusStatLogger("tiny")
+    assert isinstance(logger, PrometheusStatLogger)
+
+    values = samples(logger)
+
+    for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
+        assert values[f"vllm:{name}", ""] == 0
+    for name in ("prompt_tokens", "generation_tokens", "prompt_tokens_cached", "num_preemptions"):
+        assert values[f"vllm:{name}_total", ""] == 0
+    for reason in ("stop", "length", "abort", "error"):
+        assert values["vllm:request_success_total", reason] == 0
+    for name in (
+        "time_to_first_token_seconds",
+        "inter_token_latency_seconds",
+        "e2e_request_latency_seconds",
+        "request_prompt_tokens",
+        "request_generation_tokens",
+    ):
+        assert values[f"vllm:{name}_count", ""] == 0
+    assert values["trio_llm_build_info", __version__] == 1
+
+
+def test_gauges_show_the_newest_state_of_the_scheduler() -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record(SchedulerStats(num_running=3, num_waiting=2, num_free_blocks=25, num_blocks=100), IterationStats())
+    assert samples(logger)["vllm:kv_cache_usage_perc", ""] == 0.75
+
+    logger.record(SchedulerStats(num_free_blocks=100, num_blocks=100), IterationStats())
+
+    values = samples(logger)
+    assert values["vllm:num_requests_running", ""] == 0
+    assert values["vllm:kv_cache_usage_perc", ""] == 0
+
+
+def test_a_batch_without_scheduler_statistics_leaves_the_gauges() -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record(SchedulerStats(num_running=3, num_blocks=1), IterationStats())
+
+    logger.record(None, IterationStats(num_generation_tokens=1))
+
+    assert samples(logger)["vllm:num_requests_running", ""] == 3
+
+
+def test_preemptions_do_not_fall_when_the_engine_starts_again() -> None:
+    logger = PrometheusStatLogger("tiny")
+    for count in (2, 5, 0, 1):
+        logger.record(SchedulerStats(num_preempted=count), IterationStats())
+
+    assert samples(logger)["vllm:num_preemptions_total", ""] == 6
+
+
+def test_buckets_are_cumulative_and_a_value_on_a_bound_is_inside() -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record(None, IterationStats(inter_token_latency_s=[0.01, 0.011, 0.025, 999.0]))
+
+    values = samples(logger)
+
+    assert values["vllm:inter_token_latency_seconds_bucket", "0.01"] == 1
+    assert values["vllm:inter_token_latency_seconds_bucket", "0.025"] == 3
+    assert values["vllm:inter_token_latency_seconds_bucket", "80.0"] == 3
+    assert values["vllm:inter_token_latency_seconds_bucket", "+Inf"] == 4
+    assert values["vllm:inter_token_latency_seconds_count", ""] == 4
+    assert values["vllm:inter_token_latency_seconds_sum", ""] == 0.01 + 0.011 + 0.025 + 999.0
+
+
+def test_each_end_is_counted_once_with_its_reason_and_sizes() -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record(None, IterationStats(finished=[finished("stop"), finished("abort", prompt=200, output=0)]))
+
+    values = samples(logger)
+
+    assert values["vllm:request_success_total", "stop"] == 1
+    assert values["vllm:request_success_total", "abort"] == 1
+    assert values["vllm:request_prompt_tokens_bucket", "10.0"] == 1
+    assert values["vllm:request_prompt_tokens_bucket", "200.0"] == 2
+    assert values["vllm:request_generation_tokens_sum", ""] == 3
+    assert values["vllm:e2e_request_latency_seconds_count", ""] == 2
+
+
+def test_token_counters_add_up() -> None:
+    logger = PrometheusStatLogger("tiny")
+    for _ in range(2):
+        logger.record(None, IterationStats(num_prompt_tokens=7, num_cached_tokens=4, num_generation_tokens=3))
+
+    values = samples(logger)
+
+    assert values["vllm:prompt_tokens_total", ""] == 14
+    assert values["vllm:prompt_tokens_cached_total", ""] == 8
+    assert values["vllm:generation_tokens_total", ""] == 6
+
+
+def test_the_format_is_plain_text_unless_open_metrics_is_asked_for() -> None:
+    logger = PrometheusStatLogger("tiny")
+
+    _, plain = logger.render("*/*")
+    body, open_metrics = logger.render("application/openmetrics-text; version=1.0.0")
+
+    assert plain.startswith("text/plain; version=0.0.4")
+    assert open_metrics.startswith("application/openmetrics-text")
+    assert body.endswith(b"# EOF\n")
+
+
+def test_size_buckets_end_at_the_length_of_the_model() -> None:
+    logger = PrometheusStatLogger("tiny", max_model_len=300)
+
+    bounds = [bound for name, bound in samples(logger) if name == "vllm:request_prompt_tokens_bucket"]
+
+    assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "+Inf"]

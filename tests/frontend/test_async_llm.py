@@ -1,0 +1,376 @@
+"""AsyncLLM over the in-memory engine: requests, their ends, and what is left of them."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from trio.testing import MockClock, wait_all_tasks_blocked
+
+from tests.frontend.fake_llm import open_fake_llm
+from trio_llm.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    PromptTooLongError,
+)
+from trio_llm.frontend.request_stream import GenerateStream
+from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.outputs import RequestOutput
+from trio_llm.sampling import RequestOutputKind, SamplingParams
+from trio_llm.wire.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+
+HELLO = list(b"hello")
+
+
+def params(max_tokens: int = 8, **fields: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, **fields)  # type: ignore[arg-type]
+
+
+async def read(stream: GenerateStream) -> list[int]:
+    async with stream:
+        return [token_id async for output in stream for token_id in output.outputs[0].token_ids]
+
+
+async def test_a_request_gets_its_tokens_and_ends() -> None:
+    async with open_fake_llm() as fake:
+        outputs: list[RequestOutput] = []
+        async with fake.llm.generate(HELLO, params(), request_id="mine") as stream:
+            async for output in stream:
+                outputs.append(output)
+
+        assert sum(len(output.outputs[0].token_ids) for output in outputs) == 8
+        assert [output.finished for output in outputs][-1]
+        assert outputs[-1].outputs[0].finish_reason == "length"
+        assert {output.request_id for output in outputs} == {"mine"}
+        await fake.assert_nothing_is_left()
+
+
+async def test_requests_beside_each_other_get_what_they_get_alone() -> None:
+    async with open_fake_llm() as fake:
+        prompts = [[number + 1] * (number + 1) for number in range(20)]
+        alone = [await read(fake.llm.generate(prompt, params())) for prompt in prompts]
+        together: dict[int, list[int]] = {}
+
+        async def run(number: int) -> None:
+            together[number] = await read(fake.llm.generate(prompts[number], params()))
+
+        async with trio.open_nursery() as nursery:
+            for number in range(20):
+                nursery.start_soon(run, number)
+
+        assert [together[number] for number in range(20)] == alone
+        await fake.assert_nothing_is_left()
+
+
+async def test_a_slow_reader_loses_no_token(autojump_clock: MockClock) -> None:
+    async with open_fake_llm(step_s=0.1) as fake:
+        fast = await read(fake.llm.generate(HELLO, params(50)))
+        slow: list[int] = []
+        async with fake.llm.generate(HELLO, params(50)) as stream:
+            async for output in stream:
+                slow += output.outputs[0].token_ids
+                await trio.sleep(1.7)
+
+        assert slow == fast
+
+
+async def test_a_reader_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trio_llm.frontend.output_handler._MAX_UNREAD_BYTES", 100)
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(HELLO, params(1000)) as stream:
+            await fake.llm.wait_idle()
+
+            taken = 0
+            with pytest.raises(EngineGenerateError, match="not read"):
+                async for output in stream:
+                    taken += len(output.outputs[0].token_ids)
+
+            assert 0 < taken < 1000
+        await fake.assert_nothing_is_left()
+
+
+async def test_leaving_early_aborts_the_request() -> None:
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(HELLO, params(1000)) as stream:
+            await anext(stream)
+
+        await fake.assert_nothing_is_left()
+
+
+async def test_an_error_in_the_block_comes_out_as_itself_and_aborts() -> None:
+    async with open_fake_llm() as fake:
+        with pytest.raises(ZeroDivisionError):
+            async with fake.llm.generate(HELLO, params(1000)) as stream:
+                await anext(stream)
+                raise ZeroDivisionError
+
+        await fake.assert_nothing_is_left()
+
+
+async def test_two_streams_may_be_closed_in_any_order() -> None:
+    async with open_fake_llm() as fake:
+        first, second = fake.llm.generate(HELLO, params(1000)), fake.llm.generate(HELLO, params(1000))
+        await first.__aenter__()
+        await second.__aenter__()
+        await anext(first)
+        await first.__aexit__(None, None, None)
+        await anext(second)
+        await second.__aexit__(None, None, None)
+
+        await fake.assert_nothing_is_left()
+
+
+async def test_abort_by_the_callers_id_ends_every_request_of_that_id() -> None:
+    async with open_fake_llm() as fake:
+        ends: list[str | None] = []
+
+        async def run(request_id: str) -> None:
+            async with fake.llm.generate(HELLO, params(2000), request_id=request_id) as stream:
+                async for output in stream:
+                    if output.finished:
+                        ends.append(output.outputs[0].finish_reason)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(run, "x")
+            nursery.start_soon(run, "x")
+            await wait_all_or_running(fake.llm._handler.processor, 2)
+            assert fake.llm.abort("x") == 2
+
+        assert ends == ["abort", "abort"]
+        assert fake.llm.abort("x") == 0
+        await fake.assert_nothing_is_left()
+
+
+async def wait_all_or_running(processor: object, count: int) -> None:
+    """Until so many requests are registered."""
+    while len(processor) < count:  # type: ignore[arg-type]
+        await trio.lowlevel.checkpoint()
+
+
+async def test_an_id_may_be_used_again_right_after_its_abort() -> None:
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(HELLO, params(1000), request_id="x") as stream:
+            await anext(stream)
+            fake.llm.abort("x")
+            again = await read(fake.llm.generate(HELLO, params(), request_id="x"))
+
+        assert len(again) == 8
+        await fake.assert_nothing_is_left()
+
+
+async def test_a_stream_that_was_not_entered_tells_how_it_is_used() -> None:
+    async with open_fake_llm() as fake:
+        with pytest.raises(RuntimeError, match="async with"):
+            async for _ in fake.llm.generate(HELLO, params()):
+                pass
+
+
+async def test_a_stream_can_be_entered_once_and_read_only_inside_its_block() -> None:
+    async with open_fake_llm() as fake:
+        stream = fake.llm.generate(HELLO, params())
+        async with stream:
+            with pytest.raises(RuntimeError, match="once"):
+                await stream.__aenter__()
+            await anext(stream)
+        with pytest.raises(RuntimeError, match="outside"):
+            await anext(stream)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "fields", "param"),
+    [
+        ([], {}, "prompt"),
+        ([-1], {}, "prompt"),
+        ([256], {}, "prompt"),
+        ([2**63], {}, "prompt"),
+        ([True], {}, "prompt"),
+        (["a"], {}, "prompt"),
+        ("\udc97", {}, "prompt"),
+        (HELLO, {"stop_token_ids": (256,)}, "stop_token_ids"),
+        (HELLO, {"max_tokens": 2**40}, "max_tokens"),
+    ],
+)
+async def test_bad_input_is_refused_on_entering_and_leaves_nothing(
+    prompt: list[int] | str, fields: dict[str, object], param: str
+) -> None:
+    async with open_fake_llm() as fake:
+        with pytest.raises(InvalidRequestError) as refused:
+            await read(fake.llm.generate(prompt, params(**fields)))  # type: ignore[arg-type]
+
+        assert refused.value.param == param
+        await fake.assert_nothing_is_left()
+        assert len(await read(fake.llm.generate(HELLO, params()))) == 8
+
+
+async def test_a_prompt_over_the_model_length_tells_the_numbers() -> None:
+    async with open_fake_llm(max_model_len=100) as fake:
+        for prompt in ([1] * 100, "a" * 100_000):
+            with pytest.raises(PromptTooLongError, match=r"maximum context length is 100\b"):
+                await read(fake.llm.generate(prompt, params()))
+
+        longest = await read(fake.llm.generate([1] * 99, SamplingParams()))
+
+        assert len(longest) == 1
+
+
+async def test_a_faulty_token_fails_its_request_alone() -> None:
+    async with open_fake_llm(faulty_token_prompt=7) as fake:
+        results: list[list[int]] = []
+
+        async def neighbour() -> None:
+            results.append(await read(fake.llm.generate(HELLO, params(50))))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(neighbour)
+            with pytest.raises(EngineGenerateError, match="-1"):
+                await read(fake.llm.generate([7], params()))
+
+        assert len(results[0]) == 50
+        await fake.assert_nothing_is_left()
+
+
+async def test_a_failing_row_fails_its_request_alone() -> None:
+    async with open_fake_llm(failing_row_prompt=7) as fake:
+        with pytest.raises(EngineGenerateError):
+            await read(fake.llm.generate([7], params()))
+
+        assert len(await read(fake.llm.generate(HELLO, params()))) == 8
+        await fake.assert_nothing_is_left()
+
+
+async def test_every_reader_gets_its_text_and_then_the_reason_when_the_engine_dies(autojump_clock: MockClock) -> None:
+    async with open_fake_llm(step_s=0.1, fail_at_step=5) as fake:
+        ends: list[tuple[int, str]] = []
+
+        async def run() -> None:
+            taken = 0
+            async with fake.llm.generate(HELLO, params(100)) as stream:
+                try:
+                    async for output in stream:
+                        taken += len(output.outputs[0].token_ids)
+                except EngineDeadError as error:
+                    ends.append((taken, str(error)))
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(4):
+                nursery.start_soon(run)
+
+        assert len(ends) == 4
+        assert {taken for taken, _ in ends} == {4}
+        assert len({reason for _, reason in ends}) == 1
+        assert fake.llm.errored
+        assert fake.llm.status.state == "dead"
+        assert fake.llm.status.reason == ends[0][1]
+        with pytest.raises(EngineDeadError):
+            await read(fake.llm.generate(HELLO, params()))
+        with pytest.raises(EngineDeadError):
+            await fake.llm.check_health()
+        await fake.llm.wait_idle()
+
+
+async def test_a_gap_in_the_output_ends_the_engine() -> None:
+    async with open_fake_llm() as fake, fake.llm.generate(HELLO, params(2000)) as stream:
+        await anext(stream)
+        assert fake.llm._handler.processor is not None
+        (internal_id,) = fake.llm._handler.processor._states
+        fake.core.inject(EngineCoreOutputs(1, 9999, 0.0, [EngineCoreOutput(internal_id, 1999, [1])]))
+
+        with pytest.raises(EngineDeadError, match="lost"):
+            async for _ in stream:
+                pass
+
+
+async def test_an_engine_far_ahead_of_a_front_end_pauses_and_drops_nothing() -> None:
+    async with open_fake_llm() as fake:
+        fake.core.core._credit_steps = 3
+        fake.llm._handler._ack_steps = 1
+
+        assert len(await read(fake.llm.generate(HELLO, params(40)))) == 40
+        await fake.assert_nothing_is_left()
+
+
+async def test_draining_refuses_new_requests_and_lets_running_ones_end() -> None:
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(HELLO, params()) as stream:
+            fake.llm.drain()
+            with pytest.raises(EngineUnavailableError):
+                await read(fake.llm.generate(HELLO, params()))
+            assert fake.llm.status.state == "draining"
+
+            assert [output async for output in stream][-1].finished
+        await fake.llm.wait_idle()
+
+
+async def test_health_is_a_round_trip_through_the_engines_loop(autojump_clock: MockClock) -> None:
+    async with open_fake_llm() as fake:
+        await fake.llm.check_health()
+
+        fake.core.is_paused = True
+        with trio.move_on_after(5) as scope:
+            await fake.llm.check_health()
+
+        assert scope.cancelled_caught
+        assert not fake.llm._utilities._waiting
+
+
+async def test_final_only_gives_one_output_with_everything() -> None:
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(HELLO, params(20, output_kind=RequestOutputKind.FINAL_ONLY)) as stream:
+            outputs = [output async for output in stream]
+
+        assert len(outputs) == 1
+        assert len(outputs[0].outputs[0].token_ids) == 20
+
+
+class Recorder:
+    """A StatLogger that adds up."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.reasons: list[str] = []
+        self.last: SchedulerStats | None = None
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        self.num_tokens += iteration.num_generation_tokens
+        self.reasons += [finished.finish_reason for finished in iteration.finished]
+        self.last = scheduler or self.last
+
+    def log(self) -> None:
+        pass
+
+
+async def test_statistics_count_every_token_and_one_end_a_request() -> None:
+    recorder = Recorder()
+    async with open_fake_llm(stat_loggers=[recorder], failing_row_prompt=7) as fake:
+        await read(fake.llm.generate(HELLO, params(5)))
+        with pytest.raises(EngineGenerateError):
+            await read(fake.llm.generate([7], params()))
+        async with fake.llm.generate(HELLO, params(2000)) as stream:
+            await anext(stream)
+        await fake.assert_nothing_is_left()
+
+    assert sorted(recorder.reasons) == ["abort", "error", "length"]
+    assert recorder.num_tokens >= 6
+    assert recorder.last is not None
+    assert (recorder.last.num_running, recorder.last.num_waiting) == (0, 0)
+
+
+async def test_a_logger_that_raises_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(Recorder):
+        def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+            raise OSError("disk full")
+
+    healthy = Recorder()
+    async with open_fake_llm(stat_loggers=[Broken(), healthy]) as fake:
+        await read(fake.llm.generate(HELLO, params(5)))
+
+    assert healthy.num_tokens == 5
+    assert "left out" in caplog.text
+
+
+async def test_an_error_in_the_block_of_open_llm_comes_out_as_itself() -> None:
+    with pytest.raises(KeyError):
+        async with open_fake_llm():
+            await wait_all_tasks_blocked()
+            raise KeyError("mine")

@@ -1,0 +1,166 @@
+"""The collector: what is put is taken once, in order, however put and take interleave."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from hypothesis import given
+from hypothesis import strategies as st
+from trio.testing import wait_all_tasks_blocked
+
+from trio_llm.errors import EngineDeadError
+from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from trio_llm.sampling import RequestOutputKind
+
+DELTA, CUMULATIVE = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE
+
+
+def an_output(text: str, *token_ids: int, index: int = 0, finish: FinishReason | None = None) -> RequestOutput:
+    logprobs = [TokenLogprobs(Logprob(t, -1.0, 1, "", b""), ()) for t in token_ids]
+    choice = CompletionOutput(index, text, list(token_ids), logprobs, finish)
+    return RequestOutput("r", 3, 0, [choice], finish is not None)
+
+
+async def test_unread_deltas_become_one_that_says_the_same() -> None:
+    collector = RequestOutputCollector(DELTA)
+    collector.put(an_output("a", 1))
+    collector.put(an_output("b", 2, 3))
+    collector.put(an_output("c", 4, finish="length"))
+
+    output = await collector.receive()
+
+    (choice,) = output.outputs
+    assert (choice.text, choice.token_ids, choice.finish_reason) == ("abc", [1, 2, 3, 4], "length")
+    assert [entry.sampled.token_id for entry in choice.logprobs or []] == [1, 2, 3, 4]
+    assert output.finished
+
+
+async def test_choices_are_merged_each_by_itself() -> None:
+    collector = RequestOutputCollector(DELTA)
+    collector.put(an_output("a", 1, index=0))
+    collector.put(an_output("x", 7, index=1))
+    collector.put(an_output("b", 2, index=0, finish="stop"))
+
+    output = await collector.receive()
+
+    assert {(c.index, c.text, c.finish_reason) for c in output.outputs} == {(0, "ab", "stop"), (1, "x", None)}
+
+
+async def test_an_unread_cumulative_output_is_replaced() -> None:
+    collector = RequestOutputCollector(CUMULATIVE)
+    collector.put(an_output("a", 1))
+    collector.put(an_output("ab", 1, 2))
+
+    output = await collector.receive()
+
+    assert (output.outputs[0].text, output.outputs[0].token_ids) == ("ab", [1, 2])
+
+
+async def test_a_waiting_reader_gets_what_is_put(autojump_clock: trio.testing.MockClock) -> None:
+    collector = RequestOutputCollector(DELTA)
+    taken: list[str] = []
+
+    async def read() -> None:
+        taken.append((await collector.receive()).outputs[0].text)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await wait_all_tasks_blocked()
+        collector.put(an_output("a", 1))
+        collector.put(an_output("b", 2))
+
+    assert taken == ["a"]
+    assert (await collector.receive()).outputs[0].text == "b"
+
+
+async def test_the_reader_gets_the_text_it_is_owed_before_the_error() -> None:
+    collector = RequestOutputCollector(DELTA)
+    collector.put(an_output("a", 1))
+    collector.put_error(EngineDeadError("gone"))
+    collector.put_error(EngineDeadError("a later reason"))
+    collector.put(an_output("too late", 2))
+
+    assert (await collector.receive()).outputs[0].text == "a"
+    for _ in range(2):
+        with pytest.raises(EngineDeadError, match="gone"):
+            await collector.receive()
+
+
+async def test_a_reader_that_waits_gets_the_error() -> None:
+    collector = RequestOutputCollector(DELTA)
+
+    with pytest.RaisesGroup(EngineDeadError):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(collector.receive)
+            await wait_all_tasks_blocked()
+            collector.put_error(EngineDeadError("gone"))
+
+
+async def test_putting_to_a_reader_that_left_does_nothing() -> None:
+    collector = RequestOutputCollector(DELTA)
+    collector.put(an_output("a", 1))
+    collector.close()
+
+    collector.put(an_output("b", 2))
+    collector.put_error(EngineDeadError("gone"))
+    collector.close()
+
+
+async def test_a_cancelled_reader_has_taken_nothing() -> None:
+    collector = RequestOutputCollector(DELTA)
+    collector.put(an_output("a", 1))
+
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await collector.receive()
+
+    assert scope.cancelled_caught
+    assert (await collector.receive()).outputs[0].text == "a"
+
+
+async def test_a_reader_cancelled_while_a_put_wakes_it_loses_nothing() -> None:
+    collector = RequestOutputCollector(DELTA)
+    taken: list[str] = []
+    scope = trio.CancelScope()
+
+    async def read() -> None:
+        with scope:
+            taken.append((await collector.receive()).outputs[0].text)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(read)
+        await wait_all_tasks_blocked()
+        collector.put(an_output("a", 1))
+        scope.cancel()  # after the put has chosen the reader, before the reader runs
+
+    if not taken:
+        taken.append((await collector.receive()).outputs[0].text)
+    assert taken == ["a"]
+
+
+async def test_unread_bytes_go_back_to_zero_when_all_is_taken() -> None:
+    collector = RequestOutputCollector(DELTA)
+    collector.put(an_output("a" * 100, 1))
+    assert collector.unread_bytes >= 100
+
+    await collector.receive()
+
+    assert collector.unread_bytes == 0
+
+
+@given(takes=st.lists(st.booleans(), min_size=1, max_size=40))
+def test_any_interleaving_of_put_and_take_gives_the_same_text(takes: list[bool]) -> None:
+    async def main() -> str:
+        collector = RequestOutputCollector(DELTA)
+        text = ""
+        unread = False
+        for count, takes_now in enumerate(takes):
+            collector.put(an_output(f"{count},", count))
+            unread = True
+            if takes_now:
+                text += (await collector.receive()).outputs[0].text
+                unread = False
+        return text + ((await collector.receive()).outputs[0].text if unread else "")
+
+    assert trio.run(main) == "".join(f"{count}," for count in range(len(takes)))

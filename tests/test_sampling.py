@@ -1,0 +1,78 @@
+"""SamplingParams: every wrong value names its field."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from trio_llm.errors import InvalidRequestError
+from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+
+NOT_NUMBERS: list[Any] = ["1", True, None, [1], math.nan, math.inf, -math.inf]
+NOT_INTEGERS: list[Any] = ["1", True, 1.0, 1.5, [1], math.nan]
+
+WRONG: list[tuple[str, Any]] = [
+    *[("temperature", value) for value in [*NOT_NUMBERS, -0.1, 2.1, 2**70]],
+    *[("top_p", value) for value in [*NOT_NUMBERS, 0, -0.1, 1.1]],
+    *[("top_k", value) for value in [*NOT_INTEGERS, None, -1, 2**63]],
+    *[("seed", value) for value in [*NOT_INTEGERS, 2**63, -(2**63) - 1, 18446744073709551616]],
+    *[("max_tokens", value) for value in [*NOT_INTEGERS, 0, -1, 2**63]],
+    *[("min_tokens", value) for value in [*NOT_INTEGERS, None, -1, 2**63]],
+    *[("logprobs", value) for value in [*NOT_INTEGERS, -1, 21]],
+    *[("stop", value) for value in [1, [1], [""], "", ["a"] * (MAX_STOP_STRINGS + 1), ["\udc97"], ["x" * 1025]]],
+    *[
+        ("stop_token_ids", value)
+        for value in [5, ["5"], [True], [-1], [2**31], [2**63], [1] * (MAX_STOP_TOKEN_IDS + 1)]
+    ],
+    *[
+        (name, value)
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+        for value in (1, "true")
+    ],
+    ("output_kind", 7),
+]
+
+
+@pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda x: ascii(x)[:30])
+def test_a_wrong_value_is_refused_and_its_field_named(field: str, value: Any) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(**{field: value})
+
+    assert refused.value.param == field
+    refused.value.args[0].encode()  # whatever was given, the message is text that can be sent
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", 0),
+        ("temperature", 2),
+        ("top_p", 1),
+        ("top_k", 0),
+        ("seed", 2**63 - 1),
+        ("seed", -(2**63)),
+        ("stop", ["a"] * MAX_STOP_STRINGS),
+        ("logprobs", 0),
+        ("logprobs", 20),
+    ],
+)
+def test_a_value_at_the_edge_is_accepted(field: str, value: Any) -> None:
+    SamplingParams(**{field: value})
+
+
+def test_min_tokens_above_max_tokens_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        SamplingParams(min_tokens=5, max_tokens=4)
+
+    assert refused.value.param == "min_tokens"
+
+
+def test_a_tiny_temperature_counts_as_one_hundredth() -> None:
+    assert SamplingParams(temperature=1e-5).temperature == 0.01
+    assert SamplingParams(temperature=0).is_greedy
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]

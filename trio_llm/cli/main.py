@@ -1,0 +1,147 @@
+"""The command `trio-llm`: reads the command line, and turns every expected error into one line on stderr.
+
+Imports only what `--help` needs: Trio, Hypercorn and FastAPI are loaded inside the commands, torch never.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from typer.main import get_command
+
+from trio_llm.cli import options
+from trio_llm.config import EngineConfig, ServerConfig
+from trio_llm.errors import TrioLLMError
+from trio_llm.version import __version__
+
+__all__ = ["app", "main", "run"]
+
+_ENGINE = EngineConfig()
+_SERVER = ServerConfig()
+
+app = typer.Typer(
+    name="trio-llm",
+    help="Serve large language models from Trio.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def main() -> None:
+    """The console script: exits 0, 1 for what went wrong, 2 for a command line that cannot be read, 130 for Ctrl-C."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(args: Sequence[str]) -> int:
+    """Run the command line `args` and return the exit code. Never raises for an expected error."""
+    try:
+        code = get_command(app).main([_hyphenated(arg) for arg in args], "trio-llm", standalone_mode=False)
+    except typer.TyperException as error:
+        # What the command line's reader found; its text names the option.
+        return _fail(error.format_message().replace("Value error, ", ""), error.exit_code)
+    except TrioLLMError as error:
+        return _fail(str(error), 1)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:
+        # `trio-llm ... | head`: nobody reads on. The interpreter's last flush must not complain either.
+        sys.stdout = None
+        return 1
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"trio-llm: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def _hyphenated(arg: str) -> str:
+    """`--max_model_len=8k` as `--max-model-len=8k`: both spellings are in use."""
+    match = re.fullmatch(r"(--[a-z][a-z_-]*)(=.*)?", arg, re.DOTALL)
+    return match[1].replace("_", "-") + (match[2] or "") if match else arg
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"trio-llm {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Serve large language models from Trio."""
+
+
+@app.command()
+def serve(  # noqa: PLR0913 - typer reads the options off the signature
+    model: options.Model = _ENGINE.model,
+    dtype: options.DType = _ENGINE.dtype,
+    device: options.Device = _ENGINE.device,
+    max_model_len: options.MaxModelLen = _ENGINE.max_model_len,
+    served_model_name: options.ServedModelName = None,
+    max_num_seqs: options.MaxNumSeqs = _ENGINE.max_num_seqs,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = _ENGINE.max_num_batched_tokens,
+    kv_cache_memory: options.KVCacheMemory = _ENGINE.kv_cache_memory_bytes,
+    num_gpu_blocks_override: options.NumBlocks = _ENGINE.num_gpu_blocks_override,
+    host: options.Host = _SERVER.host,
+    port: options.Port = _SERVER.port,
+    allow_unauthenticated: options.AllowUnauthenticated = _SERVER.allow_unauthenticated,
+    max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
+    body_timeout: options.BodyTimeout = _SERVER.body_timeout_s,
+    sse_keep_alive_interval: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
+    drain_timeout: options.DrainTimeout = _SERVER.drain_timeout_s,
+    keep_alive_on_engine_death: options.KeepAlive = _SERVER.keep_alive_on_engine_death,
+    log_level: options.LogLevel = "info",
+    disable_log_stats: options.DisableLogStats = False,
+) -> int:
+    """Serve MODEL with an OpenAI-compatible API. The port answers at once; /health is 503 until the model is loaded."""
+    engine_config = EngineConfig(
+        model=model,
+        dtype=dtype,
+        device=device,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_gpu_blocks_override=num_gpu_blocks_override,
+        kv_cache_memory_bytes=kv_cache_memory,
+    )
+    server_config = ServerConfig(
+        host=host,
+        port=port,
+        allow_unauthenticated=allow_unauthenticated,
+        served_model_names=tuple(served_model_name or ()),
+        drain_timeout_s=drain_timeout,
+        keep_alive_on_engine_death=keep_alive_on_engine_death,
+        max_body_bytes=max_body_bytes,
+        body_timeout_s=body_timeout,
+        sse_keep_alive_interval_s=sse_keep_alive_interval,
+    )
+    from trio_llm.cli.serve import run_server
+
+    return run_server(engine_config, server_config, log_level=log_level, log_stats=not disable_log_stats)
+
+
+@app.command()
+def chat(
+    url: options.URL = f"http://{_SERVER.host}:{_SERVER.port}",
+    question: options.Question = None,
+    system_prompt: options.SystemPrompt = None,
+    model: options.ModelName = None,
+    max_tokens: options.MaxTokens = None,
+    temperature: options.Temperature = None,
+) -> int:
+    """Chat with a server in the terminal. Ctrl-C ends an answer, Ctrl-D the chat."""
+    from trio_llm.cli.chat import ChatOptions, run_chat
+
+    chat_options = ChatOptions(model=model, system_prompt=system_prompt, max_tokens=max_tokens, temperature=temperature)
+    return run_chat(url, chat_options, question=question)

@@ -1,0 +1,200 @@
+"""The options of `trio-llm`, one alias each: name, help text and the panel of `--help` it stands in.
+
+Used by cli/main.py. Defaults stand there, taken from the configs, so that there is one place for each.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from trio_llm.cli.numbers import parse_count
+from trio_llm.config import Device as DeviceName
+from trio_llm.config import DType as DTypeName
+
+_MODEL = "Model"
+_MEMORY = "Memory and scheduling"
+_SERVER = "Server"
+_FAILURE = "Failure"
+_LOGS = "Logs"
+
+LogLevelName = Literal["debug", "info", "warning", "error"]
+
+# ------------------------------------------------------------------------------------------- serve
+
+Model = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="MODEL",
+        help="Directory in Hugging Face form (config.json, tokenizer.json, *.safetensors). "
+        "Left out: the embedded SmolLM2-135M-Instruct.",
+        show_default=False,
+    ),
+]
+DType = Annotated[
+    DTypeName,
+    typer.Option("--dtype", help="Number format of the weights; auto: the checkpoint's.", rich_help_panel=_MODEL),
+]
+Device = Annotated[
+    DeviceName,
+    typer.Option("--device", help="Where the model runs; auto: a GPU if there is one.", rich_help_panel=_MODEL),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option(
+        "--max-model-len",
+        parser=parse_count,
+        metavar="TOKENS",
+        help="Prompt and answer together.",
+        show_default="what the model was trained for",
+        rich_help_panel=_MODEL,
+    ),
+]
+ServedModelName = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--served-model-name",
+        metavar="NAME",
+        help="Name that requests may use; may be given several times.",
+        show_default="the directory's name",
+        rich_help_panel=_MODEL,
+    ),
+]
+
+MaxNumSeqs = Annotated[
+    int,
+    typer.Option(
+        "--max-num-seqs", parser=parse_count, metavar="N", help="Sequences in one step.", rich_help_panel=_MEMORY
+    ),
+]
+MaxNumBatchedTokens = Annotated[
+    int,
+    typer.Option(
+        "--max-num-batched-tokens",
+        parser=parse_count,
+        metavar="TOKENS",
+        help="Token budget of one step, prompts and answers together.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+KVCacheMemory = Annotated[
+    int | None,
+    typer.Option(
+        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
+        parser=parse_count,
+        metavar="BYTES",
+        help="Memory for the KV cache, such as 512M or 2G.",
+        show_default="40 % of what is free, on a CPU 4G at most",
+        rich_help_panel=_MEMORY,
+    ),
+]
+NumBlocks = Annotated[
+    int | None,
+    typer.Option(
+        "--num-gpu-blocks-override",
+        parser=parse_count,
+        metavar="N",
+        help="KV blocks, on whatever device, in place of sizing by memory.",
+        show_default="by memory",
+        rich_help_panel=_MEMORY,
+    ),
+]
+
+Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.", rich_help_panel=_SERVER)]
+Port = Annotated[
+    int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0: any free one.", rich_help_panel=_SERVER)
+]
+AllowUnauthenticated = Annotated[
+    bool,
+    typer.Option(
+        "--allow-unauthenticated",
+        help="Listen beyond loopback although nobody has to show a key.",
+        rich_help_panel=_SERVER,
+    ),
+]
+MaxBodyBytes = Annotated[
+    int,
+    typer.Option(
+        "--max-body-bytes",
+        parser=parse_count,
+        metavar="BYTES",
+        help="Largest request body.",
+        show_default="16M",
+        rich_help_panel=_SERVER,
+    ),
+]
+BodyTimeout = Annotated[
+    float,
+    typer.Option(
+        "--body-timeout",
+        metavar="SECONDS",
+        help="Time a client has to send its request body.",
+        rich_help_panel=_SERVER,
+    ),
+]
+SSEKeepAlive = Annotated[
+    float,
+    typer.Option(
+        "--sse-keep-alive-interval",
+        metavar="SECONDS",
+        help="Silence in a stream after which a comment is sent.",
+        rich_help_panel=_SERVER,
+    ),
+]
+
+DrainTimeout = Annotated[
+    float,
+    typer.Option(
+        "--drain-timeout",
+        metavar="SECONDS",
+        help="Time that running requests get after SIGTERM or Ctrl-C; a second signal stops at once.",
+        rich_help_panel=_FAILURE,
+    ),
+]
+KeepAlive = Annotated[
+    bool,
+    typer.Option(
+        "--keep-alive-on-engine-death",
+        help="Keep answering, with errors, when the engine is gone, in place of ending.",
+        rich_help_panel=_FAILURE,
+    ),
+]
+
+LogLevel = Annotated[
+    LogLevelName, typer.Option("--log-level", help="Least severe log line to write.", rich_help_panel=_LOGS)
+]
+DisableLogStats = Annotated[
+    bool,
+    typer.Option("--disable-log-stats", help="No line of statistics every ten seconds.", rich_help_panel=_LOGS),
+]
+
+# -------------------------------------------------------------------------------------------- chat
+
+URL = Annotated[str, typer.Argument(metavar="URL", help="Address of the server.", show_default=True)]
+Question = Annotated[
+    str | None,
+    typer.Option("--question", "-q", metavar="TEXT", help="Ask this one thing, print the answer and end."),
+]
+SystemPrompt = Annotated[
+    str | None, typer.Option("--system-prompt", metavar="TEXT", help="What the model is told before the chat begins.")
+]
+ModelName = Annotated[
+    str | None,
+    typer.Option("--model", metavar="NAME", help="Name of the model.", show_default="the first one the server has"),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tokens",
+        parser=parse_count,
+        metavar="TOKENS",
+        help="Longest answer.",
+        show_default="the rest of the context",
+    ),
+]
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", min=0, max=2, help="0: always the likeliest word.", show_default="the model's own"),
+]

@@ -1,0 +1,119 @@
+"""`trio-llm serve`: an engine and a server, from the command line to the exit code.
+
+The server answers before the engine is ready. A signal or the engine's death stops the server, which drains; then the
+engine is stopped.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from functools import partial
+from typing import Final, TextIO
+
+import trio
+
+from trio_llm.cli.banner import banner
+from trio_llm.cli.progress import open_progress
+from trio_llm.config import EngineConfig, ServerConfig
+from trio_llm.frontend.async_llm import AsyncLLM, open_llm
+from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.http.host import Listeners, hard_exit_after, open_listeners, serve, stop_on_signals
+from trio_llm.frontend.http.model_names import model_names
+from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.frontend.watchdog import watch
+
+__all__ = ["run_server", "serve_engine"]
+
+_REFRESH_S: Final = 0.1
+"""Between two looks at how far the engine's start-up is."""
+_ENDING_S: Final = 15.0
+"""What the end may take beyond the drain (last events, handlers, the engine) before the kernel ends the process."""
+
+
+def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str, log_stats: bool) -> int:
+    """Serve until a signal (returns 0) or an error.
+
+    Raises:
+        ConfigError: the server cannot listen there.
+        EngineStartupError: the engine ended before it was ready.
+        EngineDeadError: the engine died later, and the server is not to outlive it.
+    """
+    logging.basicConfig(
+        level=log_level.upper(), handlers=[_StderrHandler()], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    # Hypercorn's "Running on" says less than the banner, and comes too early.
+    logging.getLogger("trio_llm.hypercorn").setLevel(logging.WARNING)
+    try:
+        with open_listeners(server) as listeners:
+            trio.run(partial(serve_engine, engine, server, listeners=listeners, log_stats=log_stats))
+    finally:
+        hard_exit_after(0)
+    return 0
+
+
+async def serve_engine(
+    engine: EngineConfig, server: ServerConfig, *, listeners: Listeners, log_stats: bool = True
+) -> None:
+    """Start the server, then the engine, and run both until SIGTERM, SIGINT or the engine's death. Tells the terminal.
+
+    Cancellation: stops both; takes up to about four seconds.
+
+    Raises: as `run_server`.
+    """
+    name = model_names(engine, server)[0]
+    metrics = PrometheusStatLogger(name)
+    stat_loggers: list[StatLogger] = [metrics, *([LoggingStatLogger()] if log_stats else [])]
+    stop = trio.Event()
+    with unwrap_single():
+        async with (
+            open_llm(
+                engine,
+                wait_until_ready=False,
+                stat_loggers=stat_loggers,
+                keep_alive_on_engine_death=server.keep_alive_on_engine_death,
+            ) as llm,
+            trio.open_nursery() as nursery,
+        ):
+
+            async def run_http(task_status: trio.TaskStatus[list[str]]) -> None:
+                await serve(llm, server, metrics=metrics, listeners=listeners, stop=stop, task_status=task_status)
+                if llm.dead_error is not None and not llm.should_keep_api_server_alive:
+                    raise llm.dead_error
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(stop_on_signals, stop)
+            nursery.start_soon(_end_in_time, stop, server.drain_timeout_s)
+            urls = await nursery.start(run_http)
+            await _show_start_up(llm, sys.stderr)
+            nursery.start_soon(watch, llm, stop.set)
+            print(banner(llm.model_config, name=name, urls=urls, elapsed_s=llm.status.elapsed_s), flush=True)
+
+
+async def _show_start_up(llm: AsyncLLM, stream: TextIO) -> None:
+    """Return when the engine is ready. Cancellation: safe. Raises: EngineStartupError."""
+    with open_progress(stream) as view:
+        while True:
+            view.update(llm.status)
+            with trio.move_on_after(_REFRESH_S):
+                await llm.wait_until_ready()
+                return
+
+
+async def _end_in_time(stop: trio.Event, drain_timeout_s: float) -> None:
+    """See to it that a server told to stop does, even if Python hangs. Cancellation: safe; a limit once set stays."""
+    await stop.wait()
+    hard_exit_after(drain_timeout_s + _ENDING_S)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to what `sys.stderr` is at that moment: a progress bar takes its place, and makes way for lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        return sys.stderr

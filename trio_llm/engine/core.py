@@ -1,0 +1,197 @@
+"""EngineCore: the engine without its I/O. Messages go in, one step at a time comes out.
+
+Owned by the loop, which feeds it from the link and sends what it returns. Imports no torch and no zmq, so that
+tests drive it directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from trio_llm.engine.executor.base import Executor
+from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.wire.messages import (
+    Abort,
+    Ack,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    PlainValue,
+    Ready,
+    ToEngine,
+    UtilityCall,
+    UtilityResult,
+)
+
+__all__ = ["EngineCore"]
+
+UtilityValue = PlainValue | list[PlainValue] | dict[str, PlainValue]
+
+
+class EngineCore:
+    """Scheduler and executor behind the wire's messages.
+
+    Args:
+        executor: a loaded model.
+        limits: of the scheduler; they agree with `executor.info`.
+        epoch: count of this incarnation, put into every message.
+        credit_steps: messages that may be unacknowledged before no further step is taken.
+    """
+
+    def __init__(self, executor: Executor, limits: SchedulerLimits, *, epoch: int, credit_steps: int) -> None:
+        self._executor = executor
+        self._scheduler = Scheduler(limits)
+        self._epoch = epoch
+        self._credit_steps = credit_steps
+        self._num_sent = 0
+        self._num_acknowledged = 0
+        self._rows: list[EngineCoreOutput] = []
+        self._utility_results: list[UtilityResult] = []
+        self._utilities: Final[dict[str, Callable[..., UtilityValue]]] = {
+            "ping": self._ping,
+            "get_supported_tasks": self._get_supported_tasks,
+            "check_scheduler": self._check_scheduler,
+        }
+
+    def ready(self) -> Ready:
+        """The message that opens this engine for requests."""
+        info = self._executor.info
+        return Ready(
+            epoch=self._epoch,
+            model_dir=info.model_dir,
+            max_model_len=info.max_model_len,
+            logits_width=info.logits_width,
+            num_blocks=info.num_blocks,
+            block_size=info.block_size,
+            dtype=info.dtype,
+            device=info.device,
+            eos_token_ids=list(info.eos_token_ids),
+            tasks=list(info.tasks),
+            versions=info.versions,
+        )
+
+    @property
+    def has_credit(self) -> bool:
+        """The front end is close enough behind for another step."""
+        return self._num_sent - self._num_acknowledged < self._credit_steps
+
+    @property
+    def is_busy(self) -> bool:
+        """`step()` has something to do now. False also when only an `Ack` can help."""
+        return self._has_rows or (self._scheduler.has_unfinished and self.has_credit)
+
+    def handle(self, message: ToEngine, now_s: float) -> None:
+        """Take one message in. Never raises: what a message gets wrong is that message's own error."""
+        match message:
+            case EngineCoreRequest():
+                self._add(message, now_s)
+            case Abort():
+                self._rows.extend(self._scheduler.abort(request_id) for request_id in message.request_ids)
+            case Ack():
+                self._num_acknowledged = min(max(self._num_acknowledged, message.step), self._num_sent)
+            case UtilityCall():
+                self._utility_results.append(self._call(message))
+
+    def step(self, now_s: float) -> EngineCoreOutputs | None:
+        """Compute one step and return all there is to send, or None if there is nothing.
+
+        Without credit no tokens are computed; confirmations and answers of utility calls still go out.
+
+        Raises:
+            Exception: the executor failed as a whole; the engine cannot go on.
+        """
+        if self.has_credit:
+            self._rows.extend(self._scheduler.take_expired(now_s))
+            if plan := self._scheduler.schedule():
+                self._rows.extend(self._scheduler.commit(plan, self._executor.execute(plan)))
+        if not self._has_rows:
+            return None
+        rows, self._rows = self._rows, []
+        results, self._utility_results = self._utility_results, []
+        self._num_sent += 1
+        return EngineCoreOutputs(
+            epoch=self._epoch,
+            step=self._num_sent,
+            timestamp=now_s,
+            outputs=rows,
+            stats=self._scheduler.stats(),
+            utility_results=results,
+        )
+
+    @property
+    def _has_rows(self) -> bool:
+        return bool(self._rows or self._utility_results)
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def _add(self, request: EngineCoreRequest, now_s: float) -> None:
+        if problem := self._find_problem(request):
+            self._rows.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    start=len(request.output_token_ids),
+                    new_token_ids=[],
+                    finish_reason="error",
+                    error=problem,
+                )
+            )
+            return
+        self._scheduler.add(
+            Sequence(
+                request_id=request.request_id,
+                token_ids=request.prompt_token_ids + request.output_token_ids,
+                num_prompt_tokens=len(request.prompt_token_ids),
+                params=request.params,
+                priority=request.priority,
+                expires_at=None if request.deadline_s is None else now_s + request.deadline_s,
+            )
+        )
+
+    def _find_problem(self, request: EngineCoreRequest) -> str | None:
+        """What the front end should have refused: the engine must live through it all the same."""
+        info = self._executor.info
+        token_ids = request.prompt_token_ids + request.output_token_ids
+        if request.request_id in self._scheduler:
+            return f"the engine already runs a request {request.request_id!r}"
+        if not request.prompt_token_ids:
+            return "the prompt has no tokens"
+        if len(token_ids) >= info.max_model_len:
+            return f"{len(token_ids)} tokens leave no room for an answer within {info.max_model_len}"
+        if not 0 <= min(token_ids) <= max(token_ids) < info.logits_width:
+            return f"a token id is outside 0 to {info.logits_width - 1}"
+        if request.params.max_tokens is None or request.params.seed is None:
+            return "max_tokens and seed must be set"
+        if len(request.output_token_ids) >= request.params.max_tokens:
+            return "as many tokens as wanted were generated already"
+        return None
+
+    # ------------------------------------------------------------------------------------ utilities
+
+    def _call(self, call: UtilityCall) -> UtilityResult:
+        method = self._utilities.get(call.method)
+        if method is None:
+            return UtilityResult(call.call_id, error=f"the engine has no method {call.method[:100]!r}")
+        try:
+            return UtilityResult(call.call_id, value=method(*call.args))
+        except Exception as error:  # the caller's arguments, or a failing method: the engine goes on
+            return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
+
+    def _ping(self) -> int:
+        """Answer through the loop; the value is the number of messages sent so far."""
+        return self._num_sent
+
+    def _get_supported_tasks(self) -> list[PlainValue]:
+        return list(self._executor.info.tasks)
+
+    def _check_scheduler(self) -> dict[str, PlainValue]:
+        """Assert the scheduler's invariants and tell its block counts."""
+        self._scheduler.check()
+        stats = self._scheduler.stats()
+        return {
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_free_blocks": stats.num_free_blocks,
+            "num_blocks": stats.num_blocks,
+        }

@@ -1,0 +1,187 @@
+"""FakeExecutor: a device without a model: deterministic tokens, chosen delays and faults, strict about its plans.
+
+Not pure (it sleeps), but free of torch. Used by `FakeLLM`, benchmarks and tests of the scheduler.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+from trio_llm.config import EngineConfig, FakeEngineConfig
+from trio_llm.engine.executor.base import (
+    ModelInfo,
+    ProgressCallback,
+    RowError,
+    SampledToken,
+    ScheduledChunk,
+    StepPlan,
+    StepResult,
+)
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.version import __version__
+from trio_llm.wire.messages import LogprobRow
+
+__all__ = ["FakeExecutor", "load_fake"]
+
+BLOCK_SIZE: Final = 32
+DEFAULT_NUM_BLOCKS: Final = 512
+
+_PROGRESS_INTERVAL_S: Final = 0.05
+
+_GOLDEN: Final = 0x9E3779B97F4A7C15
+"""2**64 divided by the golden ratio: multiplying by it spreads neighbours (Knuth, TAOCP 6.4)."""
+_MASK: Final = 2**64 - 1
+
+
+def load_fake(config: EngineConfig, progress: ProgressCallback, *, model_dir: str) -> FakeExecutor:
+    """The executor of `config.fake`, which must be set, after `start_s` seconds with progress reports.
+
+    Args:
+        model_dir: directory with the tokenizer to pretend to.
+    """
+    fake = config.fake
+    assert fake is not None
+    num_slices = max(1, math.ceil(fake.start_s / _PROGRESS_INTERVAL_S))
+    for done in range(num_slices):
+        progress("load", done, num_slices)
+        time.sleep(fake.start_s / num_slices)
+    progress("load", num_slices, num_slices)
+    if config.max_model_len is not None:
+        fake = msgspec.structs.replace(fake, max_model_len=config.max_model_len)
+    return FakeExecutor(fake, num_blocks=config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS, model_dir=model_dir)
+
+
+@dataclass(slots=True, eq=False)
+class _Run:
+    """One pass of a sequence over its tokens, from position 0 to its end or its preemption."""
+
+    request_id: str
+    num_computed_tokens: int = 0
+    prompt_digest: int = 0
+    """Of the prompt's tokens computed so far."""
+
+
+class FakeExecutor:
+    """Pretends to compute.
+
+    A token depends on the whole prompt and its index in the answer, never on batch, chunks or preemption, and
+    is never an end-of-sequence id, unless a script says so. What is known of a prompt hangs on the blocks
+    "written", as K and V would: a plan that skips or repeats a position, leaves the block table, or uses blocks
+    that another sequence has overwritten, is refused.
+    """
+
+    def __init__(
+        self, fake: FakeEngineConfig, *, num_blocks: int, model_dir: str, block_size: int = BLOCK_SIZE
+    ) -> None:
+        self._fake = fake
+        self._choices = [i for i in range(fake.logits_width) if i not in fake.eos_token_ids]
+        self._owners: list[_Run | None] = [None] * num_blocks
+        """Who wrote to a block last."""
+        self._num_steps = 0
+        self._info = ModelInfo(
+            model_dir=model_dir,
+            max_model_len=min(fake.max_model_len, num_blocks * block_size),
+            logits_width=fake.logits_width,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype="none",
+            device="fake",
+            eos_token_ids=fake.eos_token_ids,
+            tasks=("generate",),
+            versions={"trio_llm": __version__, "python": platform.python_version()},
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Take `step_s` seconds and give the plan's tokens.
+
+        Raises:
+            RuntimeError: this is the step `fail_at_step`.
+            AssertionError: the plan is wrong: a bug of the scheduler.
+        """
+        self._num_steps += 1
+        if self._fake.step_s > 0:
+            time.sleep(self._fake.step_s)
+        if self._num_steps == self._fake.fail_at_step:
+            raise RuntimeError(f"the fake device is lost at step {self._num_steps}, as fail_at_step says")
+        runs = [self._compute(chunk) for chunk in plan.chunks]
+        return StepResult(
+            tuple(self._sample(chunk, run) for chunk, run in zip(plan.chunks, runs, strict=True) if chunk.samples)
+        )
+
+    # ------------------------------------------------------------------------------------- the cache
+
+    def _compute(self, chunk: ScheduledChunk) -> _Run:
+        """Write positions start to start + count - 1 of a sequence, after checking that a device could."""
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        assert chunk.count > 0
+        assert chunk.samples == (end == len(sequence.token_ids)), f"{sequence.request_id}: sampling at {end}"
+        assert end <= len(sequence.block_ids) * self._info.block_size, f"{sequence.request_id}: no block for {end - 1}"
+        run = _Run(sequence.request_id) if chunk.start == 0 else self._resume(sequence, chunk.start)
+        for position in range(chunk.start, end):
+            self._write(run, sequence, position)
+        run.num_computed_tokens = end
+        return run
+
+    def _resume(self, sequence: Sequence, start: int) -> _Run:
+        """The run that wrote all positions before `start` and no other."""
+        written = sequence.block_ids[: -(-start // self._info.block_size)]
+        run = self._owners[written[-1]]
+        assert run is not None
+        assert run.request_id == sequence.request_id, f"{sequence.request_id}: {run.request_id} has overwritten it"
+        assert run.num_computed_tokens == start, f"{sequence.request_id}: at {run.num_computed_tokens}, not {start}"
+        assert all(self._owners[block_id] is run for block_id in written), f"{sequence.request_id}: block lost"
+        return run
+
+    def _write(self, run: _Run, sequence: Sequence, position: int) -> None:
+        block_id = sequence.block_ids[position // self._info.block_size]
+        if position % self._info.block_size == 0:
+            assert self._owners[block_id] is not run, f"{run.request_id}: block {block_id} twice in its table"
+            self._owners[block_id] = run
+        assert self._owners[block_id] is run, f"{run.request_id}: block {block_id} overwritten in this step"
+        if position < sequence.num_prompt_tokens:
+            run.prompt_digest = _mix(run.prompt_digest, sequence.token_ids[position])
+
+    # ---------------------------------------------------------------------------------------- tokens
+
+    def _sample(self, chunk: ScheduledChunk, run: _Run) -> SampledToken | RowError:
+        sequence, fake = chunk.sequence, self._fake
+        first = sequence.token_ids[0]
+        index = chunk.start + chunk.count - sequence.num_prompt_tokens
+        if first == fake.failing_row_prompt:
+            return RowError(f"the fake device fails rows whose prompt starts with token {first}")
+        if first == fake.faulty_token_prompt:
+            token_id = -1
+        elif fake.script:
+            token_id = fake.script[index % len(fake.script)]
+        else:
+            token_id = self._choices[(_mix(run.prompt_digest, index) >> 32) % len(self._choices)]
+        return SampledToken(token_id, self._logprobs(token_id, index, sequence.params.logprobs))
+
+    def _logprobs(self, token_id: int, index: int, num_top: int | None) -> LogprobRow | None:
+        """A distribution where each rank is half as likely as the one before; the sampled token has rank 1 or 2."""
+        if num_top is None:
+            return None
+        width = self._fake.logits_width
+        sampled_rank = 1 + index % 2
+        ranks = range(1, 1 + min(num_top, width - 1))
+        top = [token_id if rank == sampled_rank else (token_id + rank) % width for rank in ranks]
+        return LogprobRow(
+            token_ids=[token_id, *top],
+            logprobs=[-rank * math.log(2) for rank in (sampled_rank, *ranks)],
+            sampled_rank=sampled_rank,
+        )
+
+
+def _mix(digest: int, value: int) -> int:
+    mixed = ((digest ^ (value & _MASK)) + 1) * _GOLDEN & _MASK
+    return mixed ^ (mixed >> 29)

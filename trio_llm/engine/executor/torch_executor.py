@@ -1,0 +1,143 @@
+"""TorchExecutor: runs step plans on a model in this process.
+
+Used by the engine's loop, from one thread. Nothing is kept between steps but the KV cache, so a step that
+failed leaves nothing behind but slots that are written again.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+import transformers
+
+from trio_llm.config import Device, EngineConfig
+from trio_llm.engine.executor.base import (
+    ModelInfo,
+    ProgressCallback,
+    RowError,
+    SampledToken,
+    ScheduledChunk,
+    StepPlan,
+    StepResult,
+)
+from trio_llm.engine.models.causal_lm import CausalLM, load_causal_lm
+from trio_llm.engine.models.locate import locate_model
+from trio_llm.engine.ops.attention import BLOCK_SIZE
+from trio_llm.engine.sampling.sampler import sample, sampling_row
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.worker.batch import build_batch
+from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
+from trio_llm.engine.worker.machine import usable_cpus
+from trio_llm.errors import EngineStartupError
+from trio_llm.sampling import SamplingParams
+from trio_llm.version import __version__
+
+__all__ = ["TorchExecutor", "load_torch"]
+
+_WARM_UP_TOKENS = BLOCK_SIZE
+_LOAD_STAGES = 3
+
+
+class TorchExecutor:
+    """One model, one device, one KV cache."""
+
+    def __init__(self, model: CausalLM, cache: CachePlan, *, model_dir: str) -> None:
+        self._model = model
+        self._num_blocks = cache.num_blocks
+        self._kv = allocate_kv_cache(cache.num_blocks, model.kv_shape, model.device)
+        self._info = ModelInfo(
+            model_dir=model_dir,
+            max_model_len=cache.max_model_len,
+            logits_width=model.logits_width,
+            num_blocks=cache.num_blocks,
+            block_size=BLOCK_SIZE,
+            dtype=str(model.kv_shape.dtype).removeprefix("torch."),
+            device=str(model.device),
+            eos_token_ids=model.eos_token_ids,
+            tasks=("generate",),
+            versions={
+                "trio_llm": __version__,
+                "python": platform.python_version(),
+                "torch": str(torch.__version__),
+                "transformers": transformers.__version__,
+            },
+        )
+
+    @property
+    def info(self) -> ModelInfo:
+        return self._info
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Compute the plan's tokens and sample where asked.
+
+        A row without a finite score, or without any token left to choose, is a `RowError`.
+
+        Raises:
+            Exception: whatever torch raises; the engine ends.
+        """
+        if not plan.chunks:
+            return StepResult(())
+        batch = build_batch(plan, self._model.device)
+        logits = self._model.forward(
+            batch.token_ids, batch.positions, batch.logits_rows, kv=self._kv, attention=batch.attention
+        )
+        rows = [sampling_row(chunk.sequence, self._info.eos_token_ids) for chunk in plan.chunks if chunk.samples]
+        results: list[SampledToken | RowError] = sample(logits, rows) if rows else []
+        return StepResult(tuple(results))
+
+    def warm_up(self) -> None:
+        """Run a short prompt and a decode step, so that no request pays for what torch does once.
+
+        They write into the block that belongs to no sequence.
+        """
+        sequence = Sequence(
+            request_id="warm-up",
+            token_ids=[0] * _WARM_UP_TOKENS,
+            num_prompt_tokens=_WARM_UP_TOKENS,
+            params=SamplingParams(seed=0),
+            block_ids=[self._num_blocks],
+        )
+        prompt = _WARM_UP_TOKENS - 1
+        self.execute(StepPlan((ScheduledChunk(sequence, 0, prompt, samples=False),)))
+        self.execute(StepPlan((ScheduledChunk(sequence, prompt, 1, samples=True),)))
+
+
+def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecutor:
+    """Find, load and warm up the model that the configuration names.
+
+    Args:
+        progress: hears of the phases convert (the embedded model, once), load and warm-up.
+    Raises:
+        EngineStartupError: one line that names the flag, or MODEL, and says what to do.
+    """
+    model_dir = locate_model(config, progress)
+    progress("load", 0, _LOAD_STAGES)
+    device = _choose_device(config.device)
+    if device.type == "cpu":
+        # torch counts the machine's processors, a container may own only some of them: too many threads crawl.
+        torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
+    model = load_causal_lm(model_dir, dtype=config.dtype, device=device)
+    progress("load", 1, _LOAD_STAGES)
+    cache = plan_kv_cache(
+        config,
+        model.kv_shape,
+        trained_len=model.max_position_embeddings,
+        free_bytes=free_memory_bytes(device),
+        on_cpu=device.type == "cpu",
+    )
+    progress("load", 2, _LOAD_STAGES)
+    executor = TorchExecutor(model, cache, model_dir=str(model_dir))
+    progress("load", _LOAD_STAGES, _LOAD_STAGES)
+    progress("warm-up", 0, 1)
+    executor.warm_up()
+    progress("warm-up", 1, 1)
+    return executor
+
+
+def _choose_device(device: Device) -> torch.device:
+    has_cuda = torch.cuda.is_available()
+    if device == "cuda" and not has_cuda:
+        raise EngineStartupError("--device cuda: torch sees no CUDA device here; use --device cpu, or auto")
+    return torch.device("cuda", 0) if has_cuda and device != "cpu" else torch.device("cpu")

@@ -1,0 +1,107 @@
+"""The engine process: told what to be through its pipe, gone when the pipe ends.
+
+The front end holds the other end of the pipe (standard input here). When the front end dies, however that happens,
+the kernel closes it, and the watching thread ends this process at once: there is nothing to save.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import threading
+import traceback
+from typing import NoReturn
+
+from trio_llm.config import EngineConfig
+from trio_llm.engine.core import EngineCore
+from trio_llm.engine.executor.base import Executor, ProgressCallback
+from trio_llm.engine.link import EngineLink
+from trio_llm.engine.loop import run_loop
+from trio_llm.engine.scheduling.scheduler import SchedulerLimits
+from trio_llm.errors import TrioLLMError
+from trio_llm.wire.boot import LENGTH_BYTES, EngineBoot, decode_boot
+from trio_llm.wire.messages import EngineDead, Progress
+
+__all__ = ["main"]
+
+_PIPE = 0
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> NoReturn:
+    """Run until the front end lets go of the pipe (exit code 0) or the engine fails (1)."""
+    _tie_to_parent()
+    boot = decode_boot(_read_exactly(int.from_bytes(_read_exactly(LENGTH_BYTES), "big")))
+    threading.Thread(target=_exit_at_end_of_pipe, daemon=True).start()
+    link = EngineLink(boot)
+    try:
+        _serve(boot, link)
+    except TrioLLMError as error:
+        # The operator's to mend: one line, no traceback.
+        link.send(EngineDead(boot.epoch, str(error)))
+    except BaseException as error:
+        traceback.print_exc()
+        link.send(EngineDead(boot.epoch, f"{type(error).__name__}: {error}"))
+    link.close()
+    sys.exit(1)
+
+
+def _serve(boot: EngineBoot, link: EngineLink) -> None:
+    def tell(phase: str, done: int, total: int) -> None:
+        link.send(Progress(boot.epoch, phase, done, total))
+
+    tell("starting", 0, 0)
+    executor = _load(boot.config, tell)
+    info = executor.info
+    limits = SchedulerLimits(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        max_num_seqs=boot.config.max_num_seqs,
+        max_num_batched_tokens=boot.config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        eos_token_ids=info.eos_token_ids,
+    )
+    core = EngineCore(executor, limits, epoch=boot.epoch, credit_steps=boot.config.credit_steps)
+    link.send(core.ready())
+    run_loop(core, link, epoch=boot.epoch)
+
+
+def _load(config: EngineConfig, tell: ProgressCallback) -> Executor:
+    # Imported here: a fake engine must not wait seconds for torch.
+    if config.fake is not None:
+        from trio_llm.engine.executor.fake import load_fake
+
+        model_dir = config.fake.model_dir
+        if model_dir is None:
+            from trio_llm.engine.models.locate import locate_model
+
+            model_dir = str(locate_model(config, tell))
+        return load_fake(config, tell, model_dir=model_dir)
+    from trio_llm.engine.executor.torch_executor import load_torch
+
+    return load_torch(config, tell)
+
+
+def _tie_to_parent() -> None:
+    """Die when the parent dies, even if it never gets to close the pipe; leave the terminal's signals to it."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def _read_exactly(size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = os.read(_PIPE, size - len(data))
+        if not piece:
+            sys.exit(0)  # the front end died first, or somebody started this by hand without a pipe
+        data += piece
+    return data
+
+
+def _exit_at_end_of_pipe() -> None:
+    while os.read(_PIPE, 1024):
+        pass
+    os._exit(0)

@@ -1,0 +1,381 @@
+"""AsyncLLM: an engine as an object in a Trio program. `open_llm()` is the way to get one.
+
+Implements `EngineClient` over a core client. Its nursery, held by `open_llm`, owns the engine's tasks, the output
+handler and the statistics logger.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import trio
+
+from trio_llm.config import EngineConfig
+from trio_llm.errors import (
+    CodecError,
+    EngineDeadError,
+    EngineGenerateError,
+    EngineStartupError,
+    EngineUnavailableError,
+    InvalidRequestError,
+)
+from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.frontend.core_client.one_engine import OneEngineClient
+from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
+from trio_llm.frontend.model_config import ModelConfig
+from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
+from trio_llm.frontend.output_processor import OutputProcessor
+from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.request_stream import GenerateStream
+from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.frontend.status import EngineStatus
+from trio_llm.frontend.utility_calls import UtilityCalls
+from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import Progress, Ready
+
+__all__ = ["AsyncLLM", "open_llm"]
+
+logger = logging.getLogger(__name__)
+
+_LOG_INTERVAL_S: Final = 10.0
+_MAX_REQUEST_ID_CHARS: Final = 256
+
+
+@asynccontextmanager
+async def open_llm(
+    config: EngineConfig | str | None = None,
+    *,
+    wait_until_ready: bool = True,
+    stat_loggers: Sequence[StatLogger] = (),
+    keep_alive_on_engine_death: bool = False,
+) -> AsyncIterator[AsyncLLM]:
+    """Start an engine, and stop it when the block is left.
+
+    Args:
+        config: what to run; a string is a model directory, None the embedded model.
+        wait_until_ready: False: enter at once; `generate()` raises EngineUnavailableError until the model is loaded.
+        stat_loggers: get the statistics, in the output handler's task.
+        keep_alive_on_engine_death: tells servers to go on answering when the engine is gone.
+
+    Cancellation: leaving the block, by any way, stops the engine process; this takes up to about four seconds.
+
+    Raises:
+        EngineStartupError: the engine ended before it was ready (only with `wait_until_ready`).
+    """
+    if not isinstance(config, EngineConfig):
+        config = EngineConfig(model=config)
+    core = OneEngineClient(config)
+    async with open_llm_over(
+        core,
+        config,
+        wait_until_ready=wait_until_ready,
+        stat_loggers=stat_loggers,
+        keep_alive_on_engine_death=keep_alive_on_engine_death,
+    ) as llm:
+        yield llm
+
+
+@asynccontextmanager
+async def open_llm_over(
+    core: CoreClient,
+    config: EngineConfig,
+    *,
+    wait_until_ready: bool = True,
+    stat_loggers: Sequence[StatLogger] = (),
+    keep_alive_on_engine_death: bool = False,
+) -> AsyncIterator[AsyncLLM]:
+    """As `open_llm`, over a core client of one's own."""
+    llm = AsyncLLM(core, config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
+    with unwrap_single():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(core.run)
+            nursery.start_soon(llm._run, nursery)
+            try:
+                if wait_until_ready:
+                    await llm.wait_until_ready()
+                yield llm
+            finally:
+                nursery.cancel_scope.cancel()
+
+
+class AsyncLLM(EngineClient):
+    """One engine in this process' care. Made by `open_llm()` only."""
+
+    def __init__(
+        self,
+        core: CoreClient,
+        config: EngineConfig,
+        stat_loggers: Sequence[StatLogger],
+        *,
+        keep_alive_on_engine_death: bool,
+    ) -> None:
+        self.config = config
+        self._core = core
+        self._keep_alive = keep_alive_on_engine_death
+        self._recorder = StatisticsRecorder(stat_loggers)
+        self._utilities = UtilityCalls(core)
+        self._handler = OutputHandler(
+            core,
+            self._recorder,
+            OutputHandlerHooks(
+                on_sign_of_life=self._on_sign_of_life,
+                on_progress=self._on_progress,
+                on_ready=self._on_ready,
+                on_utility_result=self._utilities.resolve,
+                on_dead=self._on_dead,
+                on_request_gone=self._on_request_gone,
+            ),
+            ack_steps=max(1, config.credit_steps // 8),
+        )
+        self._started_s = self._last_life_s = trio.current_time()
+        self._progress = Progress(0, "starting", 0, 0)
+        self._ready_message: Ready | None = None
+        self._has_ready_message = trio.Event()
+        self._settled = trio.Event()
+        """Ready or dead."""
+        self._dead = trio.Event()
+        self._idle_waiters = trio.lowlevel.ParkingLot()
+        self._dead_error: EngineDeadError | None = None
+        self._is_draining = False
+        self._model_config: ModelConfig | None = None
+        self._renderer: Renderer | None = None
+        self._input_processor: InputProcessor | None = None
+
+    # -------------------------------------------------------------------------------- what is loaded
+
+    @property
+    def model_config(self) -> ModelConfig:
+        if self._model_config is None:
+            raise self._not_ready()
+        return self._model_config
+
+    @property
+    def renderer(self) -> Renderer:
+        if self._renderer is None:
+            raise self._not_ready()
+        return self._renderer
+
+    @property
+    def input_processor(self) -> InputProcessor:
+        if self._input_processor is None:
+            raise self._not_ready()
+        return self._input_processor
+
+    def get_supported_tasks(self) -> tuple[str, ...]:
+        return self.model_config.tasks
+
+    # -------------------------------------------------------------------------------------- requests
+
+    def generate(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> GenerateStream:
+        external_id = request_id if request_id is not None else uuid.uuid4().hex
+        params = params if params is not None else SamplingParams()
+        return GenerateStream(
+            external_id, partial(self._admit, prompt, params, external_id, priority), self._handler.leave
+        )
+
+    async def _admit(
+        self, prompt: str | list[int], params: SamplingParams, external_id: str, priority: int
+    ) -> LiveRequest:
+        arrived_s = trio.current_time()
+        if not isinstance(external_id, str) or not 1 <= len(external_id) <= _MAX_REQUEST_ID_CHARS:
+            raise InvalidRequestError(
+                f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
+            )
+        self.check_admission()
+        token_ids = await self.renderer.render_prompt(prompt)
+        await trio.lowlevel.checkpoint()
+        # The engine may have died while the text became tokens. From here on nothing waits: a request is either
+        # registered and queued for sending, or nothing of it is left.
+        self.check_admission()
+        request = self.input_processor.process(
+            token_ids, params, request_id=make_internal_id(external_id), priority=priority
+        )
+        assert self._handler.processor is not None
+        live = LiveRequest(
+            self._handler.processor.add(request, external_id),
+            RequestOutputCollector(params.output_kind),
+            RequestClock(arrived_s),
+        )
+        self._handler.register(live)
+        try:
+            self._core.send_nowait(request)
+        except CodecError as error:
+            self._handler.unregister(live.state)
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+        return live
+
+    def abort(self, request_ids: str | Iterable[str]) -> int:
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        return sum(self._handler.abort(request_id) for request_id in ids)
+
+    def check_admission(self) -> None:
+        if self._dead_error is not None:
+            raise type(self._dead_error)(*self._dead_error.args)
+        if self._is_draining:
+            raise EngineUnavailableError("the server is shutting down and takes no new requests")
+        if self._model_config is None:
+            raise self._not_ready()
+
+    # ----------------------------------------------------------------------------------------- state
+
+    @property
+    def status(self) -> EngineStatus:
+        elapsed_s = trio.current_time() - self._started_s
+        if self._dead_error is not None:
+            return EngineStatus(state="dead", reason=str(self._dead_error), elapsed_s=elapsed_s)
+        if self._is_draining:
+            return EngineStatus(state="draining", elapsed_s=elapsed_s)
+        if self._model_config is None:
+            progress = self._progress
+            return EngineStatus(
+                state="loading", phase=progress.phase, done=progress.done, total=progress.total, elapsed_s=elapsed_s
+            )
+        return EngineStatus(state="ready", elapsed_s=elapsed_s)
+
+    @property
+    def is_running(self) -> bool:
+        return self.status.state == "ready"
+
+    @property
+    def dead_error(self) -> EngineDeadError | None:
+        return self._dead_error
+
+    @property
+    def should_keep_api_server_alive(self) -> bool:
+        return self._keep_alive
+
+    async def wait_until_ready(self) -> None:
+        """Wait until the model is loaded. Cancellation: safe; loading goes on.
+
+        Raises:
+            EngineStartupError: the engine ended before.
+        """
+        await self._settled.wait()
+        if self._dead_error is not None:
+            raise EngineStartupError(*self._dead_error.args)
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine is dead for good, and return why. Cancellation: safe."""
+        await self._dead.wait()
+        assert self._dead_error is not None
+        return self._dead_error
+
+    async def check_health(self) -> None:
+        if not self._is_draining:
+            self.check_admission()
+        await self._utilities.call("ping")
+
+    async def check_scheduler(self) -> dict[str, int]:
+        """Let the engine assert its scheduler's invariants, and return its counts of requests and blocks.
+
+        Cancellation: safe.
+
+        Raises:
+            EngineGenerateError: an invariant does not hold.
+            EngineDeadError: the engine is gone.
+        """
+        counts = await self._utilities.call("check_scheduler")
+        if not isinstance(counts, dict):
+            raise EngineGenerateError(f"the engine answered check_scheduler with {counts!r}")
+        return {name: int(value or 0) for name, value in counts.items()}
+
+    def drain(self) -> None:
+        self._is_draining = True
+
+    async def wait_idle(self) -> None:
+        await trio.lowlevel.checkpoint()
+        while self._handler.num_unfinished:
+            await self._idle_waiters.park()
+
+    def do_log_stats(self) -> None:
+        self._recorder.log()
+
+    # ----------------------------------------------------------------------------------------- tasks
+
+    async def _run(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._handler.run)
+        nursery.start_soon(self._log_statistics)
+        await self._start_up()
+
+    async def _start_up(self) -> None:
+        """Watch the engine until its `Ready`, then load the tokenizer that belongs to its weights."""
+        timeout_s = self.config.startup_timeout_s
+        while not self._has_ready_message.is_set() and self._dead_error is None:
+            left_s = self._last_life_s + timeout_s - trio.current_time()
+            if left_s <= 0:
+                self._core.kill(
+                    f"the engine gave no sign of life for {timeout_s:g} s in phase {self._progress.phase!r}"
+                )
+                return
+            with trio.move_on_after(left_s):
+                await self._has_ready_message.wait()
+        if self._ready_message is None:
+            return
+        model = ModelConfig.from_ready(self._ready_message)
+        self._progress = Progress(0, "tokenizer", 0, 0)
+        try:
+            load = partial(
+                Renderer.load, Path(model.model_dir), model.max_model_len, logits_width=model.logits_width
+            )
+            renderer = await trio.to_thread.run_sync(load)
+        except EngineStartupError as error:
+            self._core.kill(str(error))
+            return
+        self._handler.processor = OutputProcessor(renderer.token_table, model.logits_width)
+        self._renderer = renderer
+        self._input_processor = InputProcessor(model)
+        self._model_config = model
+        self._settled.set()
+
+    async def _log_statistics(self) -> None:
+        while True:
+            await trio.sleep(_LOG_INTERVAL_S)
+            self._recorder.log()
+
+    # ----------------------------------------------------------------------------------------- hooks
+
+    def _on_sign_of_life(self) -> None:
+        self._last_life_s = trio.current_time()
+
+    def _on_progress(self, progress: Progress) -> None:
+        self._progress = progress
+
+    def _on_ready(self, ready: Ready) -> None:
+        self._ready_message = ready
+        self._has_ready_message.set()
+
+    def _on_dead(self, error: EngineDeadError) -> None:
+        self._dead_error = EngineStartupError(*error.args) if self._model_config is None else error
+        logger.error("the engine is dead: %s", error)
+        self._utilities.fail_all(error)
+        self._has_ready_message.set()
+        self._settled.set()
+        self._dead.set()
+
+    def _on_request_gone(self) -> None:
+        if not self._handler.num_unfinished:
+            self._idle_waiters.unpark_all()
+
+    def _not_ready(self) -> EngineDeadError | EngineUnavailableError:
+        if self._dead_error is not None:
+            return type(self._dead_error)(*self._dead_error.args)
+        progress = self._progress
+        how_far = f", {progress.done} of {progress.total}" if progress.total else ""
+        return EngineUnavailableError(f"the model is still loading (phase {progress.phase}{how_far})")

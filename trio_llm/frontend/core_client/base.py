@@ -1,0 +1,45 @@
+"""CoreClient: what AsyncLLM needs of the engines' side, whatever the transport.
+
+Implemented by `OneEngineClient` over zmq and processes; tests and FakeLLM may put another behind the same seam.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from trio_llm.wire.messages import FromEngine, ToEngine
+
+__all__ = ["CoreClient"]
+
+
+class CoreClient(Protocol):
+    """A pair of queues to and from an engine, and the tasks that keep them moving."""
+
+    async def run(self) -> None:
+        """Own the engine: start it, move messages, tell its end. Returns never; cancel it to stop the engine.
+
+        Cancellation: the engine is stopped before this returns, within a few seconds.
+        """
+        ...
+
+    def send_nowait(self, message: ToEngine) -> None:
+        """Queue one message. Synchronous, so that it works in a task that is cancelled already.
+
+        Raises:
+            CodecError: the message has no form on the wire. Nothing was queued.
+        """
+        ...
+
+    async def receive(self) -> list[FromEngine]:
+        """Take all messages that are there, waiting for the first. For one task.
+
+        Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken.
+
+        Raises:
+            EngineDeadError: the engine is gone, and all it sent was taken before.
+        """
+        ...
+
+    def kill(self, reason: str) -> None:
+        """End the engine now, because of a fault that it cannot know. `receive` tells it, with this reason."""
+        ...

@@ -1,0 +1,132 @@
+"""EngineProcess: one engine process, started, watched and stopped. Used by the core client.
+
+Started with `subprocess.Popen` on the thread that runs Trio, never through `trio.lowlevel.open_process`: the kernel
+ties the engine's life to the *thread* that spawned it, and Trio spawns in a worker thread, which ends when idle.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections import deque
+from typing import Final
+
+import trio
+
+from trio_llm.wire.boot import EngineBoot, encode_boot
+
+__all__ = ["EngineProcess"]
+
+_STDERR_LINES: Final = 50
+_MAX_LINE_BYTES: Final = 4096
+_READ_BYTES: Final = 65536
+
+
+class EngineProcess:
+    """A running engine. `wait_exit()` and `relay_stderr()` run in tasks of the owner."""
+
+    def __init__(self, boot: EngineBoot) -> None:
+        """Start it. Takes a few milliseconds, synchronously."""
+        self._index = boot.engine_index
+        self._last_lines: deque[str] = deque(maxlen=_STDERR_LINES)
+        self._popen = subprocess.Popen(
+            [sys.executable, "-P", "-m", "trio_llm.engine"],
+            stdin=subprocess.PIPE,
+            # What libraries print must not end up in the front end's own output.
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            # The terminal's Ctrl-C is the front end's to act on.
+            start_new_session=True,
+            bufsize=0,
+        )
+        self._pidfd = os.pidfd_open(self._popen.pid)
+        assert self._popen.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` tells
+            self._popen.stdin.write(encode_boot(boot))
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exit_description(self) -> str:
+        """How it ended, in words, with the last line it printed."""
+        code = self._popen.poll()
+        if code is None:
+            how = "the engine process is still running"
+        elif code < 0:
+            how = f"the engine process was ended by {_signal_name(-code)}"
+        else:
+            how = f"the engine process ended with exit code {code}"
+        last = next((line for line in reversed(self._last_lines) if line.strip()), None)
+        return f"{how}; its last line was: {last.strip()}" if last else how
+
+    @property
+    def last_lines(self) -> tuple[str, ...]:
+        """The end of what it printed, 50 lines at most."""
+        return tuple(self._last_lines)
+
+    async def wait_exit(self) -> None:
+        """Wait until the process is gone. Cancellation: safe; the process goes on."""
+        while self._popen.poll() is None:
+            await trio.lowlevel.wait_readable(self._pidfd)
+
+    async def relay_stderr(self) -> None:
+        """Pass on what it prints, with a prefix, until it closes its end. Cancellation: safe."""
+        assert self._popen.stdout is not None
+        fd = os.dup(self._popen.stdout.fileno())
+        async with trio.lowlevel.FdStream(fd) as stream:
+            rest = b""
+            async for data in stream:
+                *lines, rest = (rest + data).split(b"\n")
+                if len(rest) > _MAX_LINE_BYTES:
+                    lines, rest = [*lines, rest], b""
+                self._relay(lines)
+            self._relay([rest] if rest else [])
+
+    def _relay(self, lines: list[bytes]) -> None:
+        for line in lines:
+            text = line.decode(errors="replace").rstrip("\r")
+            self._last_lines.append(text)
+            print(f"[engine {self._index}] {text}", file=sys.stderr, flush=True)
+
+    def order_stop(self) -> None:
+        """Close the pipe, which tells the engine to go. Idempotent."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
+    def kill(self) -> None:
+        """SIGKILL, if it still runs."""
+        self._popen.kill()
+
+    async def stop(self, *, grace_s: float = 2.0) -> None:
+        """Order it to go, wait up to `grace_s`, kill it if it is still there, and let go of its descriptors.
+
+        Cancellation: shielded for `grace_s` plus the time a kill takes, so that no engine stays behind.
+        """
+        self.order_stop()
+        with trio.move_on_after(grace_s, shield=True):
+            await self.wait_exit()
+        self.kill()
+        with trio.move_on_after(grace_s, shield=True):
+            await self.wait_exit()
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the descriptors. The process must be gone, or be let go of. Idempotent."""
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,149 @@
+"""OneEngineClient: the core client for one engine process on this machine.
+
+Binds a ROUTER (to the engine) and a PULL (from it) in a private folder, starts the engine, and watches it.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import trio
+import zmq
+
+from trio_llm.config import EngineConfig
+from trio_llm.errors import CodecError, EngineDeadError
+from trio_llm.frontend.core_client.engine_process import EngineProcess
+from trio_llm.frontend.core_client.outbox import Outbox
+from trio_llm.frontend.core_client.trio_socket import TrioSocket
+from trio_llm.wire.boot import EngineBoot, engine_identity
+from trio_llm.wire.codec import decode_from_engine
+from trio_llm.wire.messages import EngineDead, FromEngine, ToEngine
+
+__all__ = ["OneEngineClient"]
+
+logger = logging.getLogger(__name__)
+
+_TAIL_S: Final = 0.2
+"""How long nothing must arrive after the engine's end until its last message counts as taken."""
+_INDEX: Final = 0
+
+
+class OneEngineClient:
+    """One engine: its process, its sockets and the outbox. Implements `CoreClient`."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._config = config
+        self._epoch = 1
+        self._outbox = Outbox()
+        # Private to this user (0700), and short: an ipc path has about 100 bytes.
+        self._folder = Path(tempfile.mkdtemp(prefix="trio_llm-"))
+        self._context = zmq.Context()
+        self._to_engine = TrioSocket(self._bind(zmq.ROUTER, "in"))
+        self._from_engine = TrioSocket(self._bind(zmq.PULL, "out"))
+        self._is_exited = False
+        self._last_words: str | None = None
+        self._kill_reason: str | None = None
+        self._process: EngineProcess | None = None
+        self._receive_scope = trio.CancelScope()
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id, once it is started."""
+        return self._process.pid if self._process else None
+
+    async def run(self) -> None:
+        boot = EngineBoot(
+            config=self._config,
+            engine_index=_INDEX,
+            epoch=self._epoch,
+            input_address=self._address("in"),
+            output_address=self._address("out"),
+        )
+        process = self._process = EngineProcess(boot)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(process.relay_stderr)
+                nursery.start_soon(self._send_outbox)
+                await process.wait_exit()
+                self._is_exited = True
+                self._receive_scope.cancel()
+                # The tasks go on: what the engine printed last is still in the pipe.
+        finally:
+            await process.stop()
+            self._close()
+
+    def send_nowait(self, message: ToEngine) -> None:
+        self._outbox.append(message)
+
+    async def receive(self) -> list[FromEngine]:
+        while True:
+            frames = await self._receive_frames()
+            messages = []
+            for frame in frames:
+                try:
+                    messages.append(decode_from_engine(frame[-1]))
+                except CodecError as error:
+                    # On this side a token may be missing: nothing that follows can be trusted.
+                    self.kill(f"the engine sent a {error}")
+            wanted = [message for message in messages if message.epoch == self._epoch]
+            for message in wanted:
+                if isinstance(message, EngineDead):
+                    self._last_words = message.reason
+            if wanted:
+                return wanted
+
+    def kill(self, reason: str) -> None:
+        if self._kill_reason is None:
+            self._kill_reason = reason
+        if self._process is not None:
+            self._process.kill()
+
+    async def _receive_frames(self) -> list[list[bytes]]:
+        if not self._is_exited:
+            with trio.CancelScope() as self._receive_scope:
+                return await self._from_engine.recv_many()
+        # It may have sent more before it ended than has been read: take it, until nothing comes.
+        with trio.move_on_after(_TAIL_S):
+            return await self._from_engine.recv_many()
+        assert self._process is not None
+        raise EngineDeadError(self._kill_reason or self._last_words or self._process.exit_description)
+
+    async def _send_outbox(self) -> None:
+        # The engine's first frame: from now on the ROUTER knows its identity.
+        await self._to_engine.recv_multipart()
+        identity = engine_identity(_INDEX)
+        while True:
+            for frame in await self._outbox.take():
+                try:
+                    await self._to_engine.send_multipart([identity, frame])
+                except zmq.ZMQError as error:
+                    if error.errno != errno.EHOSTUNREACH:
+                        raise
+                    # It is gone; `wait_exit` says so to everybody.
+                    logger.debug("a message to the engine was not sent: it is gone")
+
+    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        # Admission and the credit bound what is under way; a high-water mark would drop or block.
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
+        if kind == zmq.ROUTER:
+            # A message to an unknown peer is an error then, not silently dropped.
+            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.bind(self._address(name))
+        return socket
+
+    def _address(self, name: str) -> str:
+        return f"ipc://{self._folder}/{name}"
+
+    def _close(self) -> None:
+        self._to_engine.close()
+        self._from_engine.close()
+        self._context.destroy(linger=0)
+        shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,0 +1,44 @@
+"""Exception groups end at the public edge: what a nursery wrapped comes out as itself, if it is one thing.
+
+So `except EngineDeadError` works for a caller, however many nurseries were between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import trio
+
+__all__ = ["single_leaf", "unwrap_single"]
+
+
+def single_leaf(error: BaseException) -> BaseException | None:
+    """The one exception in a group, however deep, leaving aside cancellations beside it. None: there are more."""
+    if not isinstance(error, BaseExceptionGroup):
+        return error
+    leaves = list(_leaves(error))
+    causes = [leaf for leaf in leaves if not isinstance(leaf, trio.Cancelled)]
+    if len(causes) == 1:
+        return causes[0]
+    return leaves[0] if len(leaves) == 1 else None
+
+
+@contextmanager
+def unwrap_single() -> Iterator[None]:
+    """Let a group of one exception leave this block as that exception."""
+    try:
+        yield
+    except BaseExceptionGroup as group:
+        leaf = single_leaf(group)
+        if leaf is None:
+            raise
+        raise leaf from None
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

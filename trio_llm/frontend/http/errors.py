@@ -1,0 +1,162 @@
+"""Errors as replies: the one place that turns an exception into an OpenAI-shaped body, a status and headers.
+
+Pure. Used by the shell, for every route, and by event streams once their response has started. Imports neither
+Starlette nor pydantic: the shell answers before they are loaded.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trio_llm.errors import InvalidRequestError, TrioLLMError
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
+__all__ = [
+    "BodyTimeoutError",
+    "ErrorReply",
+    "HttpVersionError",
+    "MethodNotAllowedError",
+    "RouteNotFoundError",
+    "invalid_fields_error",
+    "only_error",
+    "quote",
+    "reply_for",
+]
+
+MAX_PROBLEMS = 10
+MAX_QUOTED_CHARS = 200
+MAX_MESSAGE_CHARS = 4000
+
+
+class RouteNotFoundError(InvalidRequestError):
+    """There is nothing at this path."""
+
+    status = 404
+    kind = "not_found_error"
+
+    def __init__(self, path: str) -> None:
+        super().__init__(f"there is nothing at the path {quote(path)}")
+
+
+class MethodNotAllowedError(InvalidRequestError):
+    """The path exists, for other methods."""
+
+    status = 405
+
+    def __init__(self, method: str, allow: str) -> None:
+        super().__init__(f"the method {quote(method)} is not allowed here; allowed: {allow}")
+        self.allow = allow
+
+
+class BodyTimeoutError(InvalidRequestError):
+    """The client did not send its body in time."""
+
+    status = 408
+
+    def __init__(self, timeout_s: float) -> None:
+        super().__init__(f"the request body did not arrive within {timeout_s:g} seconds")
+
+
+class HttpVersionError(InvalidRequestError):
+    """The request came over a version of HTTP that is not served."""
+
+    status = 505
+
+    def __init__(self, version: str) -> None:
+        super().__init__(f"HTTP/{version} is not supported by this server; use HTTP/1.1")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorReply:
+    """A status, a body as JSON, and headers besides content type and length."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...]
+
+
+def reply_for(error: BaseException) -> ErrorReply:
+    """The reply for any exception. An unexpected one tells nothing of the inside: its text is for the log."""
+    if not isinstance(error, TrioLLMError):
+        return _reply(500, "internal server error; the log of the server has the cause", "server_error", None, [])
+    headers: list[tuple[bytes, bytes]] = []
+    if isinstance(error, MethodNotAllowedError):
+        headers.append((b"allow", error.allow.encode("latin-1")))
+    retry_after_s = error.retry_after_s
+    if retry_after_s is not None:
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
+    if error.status >= 500 and not error.can_retry:
+        # Clients repeat any 5xx unless they are told not to.
+        headers.append((b"x-should-retry", b"false"))
+    return _reply(error.status, str(error), error.kind, error.param, headers)
+
+
+def only_error(error: BaseException) -> BaseException:
+    """The exception inside groups of one; of a larger group the most telling one: ours before any other.
+
+    Groups must not contain `trio.Cancelled`: whoever catches one passes it on.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        members = error.exceptions
+        error = next((member for member in members if isinstance(only_error(member), TrioLLMError)), members[0])
+    return error
+
+
+def invalid_fields_error(error: ValidationError) -> InvalidRequestError:
+    """What pydantic found, as one error that lists at most ten problems and names the first field."""
+    problems = error.errors(include_url=False, include_context=False)
+    lines = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
+    if len(problems) > MAX_PROBLEMS:
+        lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
+    return InvalidRequestError("; ".join(lines), _path(problems[0]["loc"]) or None)
+
+
+def quote(value: object) -> str:
+    """A short ASCII rendering of input, safe for any value: nothing of it is encoded, and little of it is read."""
+    if isinstance(value, str):
+        text = ascii(value[:MAX_QUOTED_CHARS])
+    elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
+        text = "a number of more than 77 digits"
+    elif value is None or isinstance(value, bool):
+        text = {None: "null", True: "true", False: "false"}[value]
+    elif isinstance(value, int | float):
+        text = str(value)
+    elif isinstance(value, list):
+        text = f"a list of {len(value)}"
+    elif isinstance(value, dict):
+        text = f"an object with {len(value)} keys"
+    else:
+        text = f"a {type(value).__name__}"
+    return text[:MAX_QUOTED_CHARS]
+
+
+def _problem(problem: Any) -> str:
+    path = _path(problem["loc"])
+    if problem["type"] == "missing":
+        return f"{path} is missing"
+    return f"{path}: {problem['msg']}, not {quote(problem['input'])}"
+
+
+def _path(location: tuple[int | str, ...]) -> str:
+    return ".".join(str(part)[:MAX_QUOTED_CHARS] for part in location)
+
+
+def _reply(status: int, message: str, kind: str, param: str | None, headers: list[tuple[bytes, bytes]]) -> ErrorReply:
+    error = {
+        "message": _clean(message[:MAX_MESSAGE_CHARS]),
+        "type": kind,
+        "param": None if param is None else _clean(param[:MAX_QUOTED_CHARS]),
+        "code": status,
+    }
+    return ErrorReply(status, msgspec.json.encode({"error": error}), tuple(headers))
+
+
+def _clean(text: str) -> str:
+    """`text` without lone surrogates, which have no UTF-8 form."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,130 @@
+"""EventStreamResponse: outputs as server-sent events.
+
+A Starlette Response that speaks ASGI itself. Used by every streaming route.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import trio
+from starlette.responses import Response
+
+from trio_llm.errors import TrioLLMError
+from trio_llm.frontend.http.errors import reply_for
+from trio_llm.frontend.http.generation import Generation, IndexedOutput
+from trio_llm.frontend.http.shell import Receive, Scope, Send, cause_of
+from trio_llm.frontend.http.sse import DONE_EVENT, EVENT_STREAM_HEADERS, KEEP_ALIVE, error_event
+from trio_llm.frontend.text.assembly import Assembler, Event, Usage
+
+__all__ = ["FIRST_OUTPUT_S", "EventRenderer", "EventStreamResponse"]
+
+_logger = logging.getLogger(__name__)
+
+FIRST_OUTPUT_S = 5.0
+"""A stream without output for so long gets its 200 and a comment. Until then, errors are real statuses."""
+
+
+class EventRenderer(Protocol):
+    """How a protocol writes events."""
+
+    def render(self, events: list[Event], usage: Usage) -> bytes:
+        """These events; `usage` is what was counted up to the last of them."""
+        ...
+
+    def ending(self, usage: Usage) -> bytes:
+        """What a complete stream ends with."""
+        ...
+
+
+@dataclass(slots=True)
+class _Start:
+    """Sends `http.response.start` before the first body message."""
+
+    send: Send
+    headers: list[tuple[bytes, bytes]]
+    is_sent: bool = False
+
+    async def send_body(self, body: bytes) -> None:
+        if not self.is_sent:
+            self.is_sent = True
+            await self.send({"type": "http.response.start", "status": 200, "headers": self.headers})
+        await self.send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+class EventStreamResponse(Response):
+    """Generates while it is sent.
+
+    Raises (when called): what the generation raises, as long as the response has not started; later, an error
+    event takes the place of the ending. Either way there is exactly one ending.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self,
+        generation: Generation,
+        renderer: EventRenderer,
+        *,
+        keep_alive_s: float,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        self.init_headers({**EVENT_STREAM_HEADERS, **(headers or {})})
+        self._generation = generation
+        self._renderer = renderer
+        self._keep_alive_s = keep_alive_s
+        self._assembler = Assembler(len(generation.prompts))
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Cancellation: the generation is aborted and nothing more is sent."""
+        start = _Start(send, self.raw_headers)
+        try:
+            async with self._generation.open() as outputs:
+                await self._pump(outputs, start)
+            self._assembler.check_finished()
+            ending = self._renderer.ending(self._assembler.usage)
+        except (Exception, BaseExceptionGroup) as error:
+            cause = cause_of(error)
+            if not start.is_sent:
+                raise
+            if not isinstance(cause, TrioLLMError):
+                _logger.error("the stream of request %s failed", self._generation.request_id, exc_info=cause)
+            ending = error_event(reply_for(cause)) + DONE_EVENT
+        # Kept back by the shell until nothing of this request can be cancelled any more.
+        await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    async def _pump(self, outputs: AsyncIterator[IndexedOutput], start: _Start) -> None:
+        """Write all outputs, and comments where they leave gaps."""
+        unsent: IndexedOutput | None = None
+        gap_s = FIRST_OUTPUT_S
+        while True:
+            if unsent is not None:
+                if body := self._render(unsent):
+                    await start.send_body(body)
+                unsent = None
+            # One scope for all outputs, its deadline moved by each: a scope for each would cost as much again as
+            # the rest. Taking an output is safe to cancel, sending one is not: then the deadline is infinite.
+            with trio.CancelScope(deadline=trio.current_time() + gap_s) as quiet:
+                async for output in outputs:
+                    if quiet.cancel_called:  # the deadline passed in the very turn that brought the output
+                        unsent = output
+                        break
+                    if body := self._render(output):
+                        quiet.deadline = math.inf
+                        await start.send_body(body)
+                        quiet.deadline = trio.current_time() + self._keep_alive_s
+                else:
+                    return
+            if unsent is None:
+                await start.send_body(KEEP_ALIVE)
+            gap_s = self._keep_alive_s
+
+    def _render(self, output: IndexedOutput) -> bytes:
+        events = self._assembler.feed(*output)
+        return self._renderer.render(events, self._assembler.usage) if events else b""

@@ -1,0 +1,108 @@
+"""CompletionRequest: the body of POST /v1/completions.
+
+Pure. Used by its route.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import WithJsonSchema
+
+from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.http.errors import quote
+from trio_llm.frontend.http.openai.fields import (
+    NOT_SUPPORTED,
+    CommonFields,
+    Neutral,
+    only,
+    parse_request,
+    sampling_params,
+)
+from trio_llm.sampling import SamplingParams
+
+__all__ = [
+    "DEFAULT_MAX_TOKENS",
+    "MAX_PROMPTS",
+    "CompletionRequest",
+    "completion_params",
+    "completion_prompts",
+    "parse_completion_request",
+]
+
+DEFAULT_MAX_TOKENS = 16
+MAX_PROMPTS = 1024
+_INT32 = 2**31
+
+_COMPLETION_NOT_SUPPORTED: Mapping[str, Neutral] = {**NOT_SUPPORTED, "suffix": only("")}
+
+_PROMPT_SCHEMA: Any = {
+    "anyOf": [
+        {"type": "string", "minLength": 1},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+            "minItems": 1,
+            "maxItems": MAX_PROMPTS,
+        },
+    ]
+}
+
+
+class CompletionRequest(CommonFields):
+    """Text to continue: one prompt or several."""
+
+    prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
+    logprobs: int | None = None
+    add_special_tokens: bool | None = None
+
+
+def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
+    """The request in a JSON object.
+
+    Raises:
+        InvalidRequestError: `param` names the field at fault.
+    """
+    return parse_request(CompletionRequest, body, _COMPLETION_NOT_SUPPORTED)
+
+
+def completion_params(request: CompletionRequest) -> SamplingParams:
+    """
+    Raises:
+        InvalidRequestError: a value is out of range.
+    """
+    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
+    return sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs)
+
+
+def completion_prompts(prompt: Any) -> list[str | list[int]]:
+    """The prompts of a request: from a string, token ids, a list of strings, or a list of lists of token ids.
+
+    Raises:
+        InvalidRequestError: something else, or an empty prompt.
+    """
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        if len(prompt) > MAX_PROMPTS:
+            raise InvalidRequestError(f"{len(prompt)} prompts are over the limit of {MAX_PROMPTS}", "prompt")
+        kind = type(prompt[0])
+        if any(type(one) is not kind for one in prompt):
+            raise InvalidRequestError("prompt must not mix strings and lists of token ids", "prompt")
+        return [_one_prompt(one) for one in prompt]
+    return [_one_prompt(prompt)]
+
+
+def _one_prompt(prompt: Any) -> str | list[int]:
+    if not isinstance(prompt, str | list):
+        raise InvalidRequestError(
+            f"prompt must be a string, a list of token ids, or a list of such, not {quote(prompt)}", "prompt"
+        )
+    if not prompt:
+        raise InvalidRequestError("prompt must not be empty", "prompt")
+    if isinstance(prompt, list):
+        for token_id in prompt:
+            if type(token_id) is not int or not 0 <= token_id < _INT32:
+                raise InvalidRequestError(f"prompt: {quote(token_id)} is not a token id", "prompt")
+    return prompt

@@ -1,0 +1,190 @@
+"""Fields that chat completions and completions share, and their conversion to SamplingParams.
+
+Pure. What is known but not supported yet is a clear error unless its value changes nothing; what is unknown is
+accepted and ignored, as clients expect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+
+from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.http.errors import invalid_fields_error, quote
+from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
+
+__all__ = ["NOT_SUPPORTED", "CommonFields", "Neutral", "StreamOptions", "only", "parse_request", "sampling_params"]
+
+
+class _Strict(BaseModel):
+    """Numbers are numbers: no text, no bool in their place. Unknown fields are dropped."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Strict):
+    """What a stream carries besides text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class CommonFields(_Strict):
+    """Fields of every generating request. Ranges are checked by SamplingParams."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: Annotated[
+        Any,
+        WithJsonSchema(
+            {
+                "anyOf": [
+                    {"type": "string"},
+                    {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
+                    {"type": "null"},
+                ]
+            }
+        ),
+    ] = None
+    stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    # It becomes a header of the answer.
+    request_id: Annotated[str | None, Field(pattern=r"\A[A-Za-z0-9_.:/+=@-]{1,128}\z")] = None
+
+    @property
+    def wants_usage(self) -> bool:
+        """A usage chunk ends the stream."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def wants_continuous_usage(self) -> bool:
+        """Every chunk carries what was counted so far."""
+        return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+
+Request = TypeVar("Request", bound=CommonFields)
+
+
+def parse_request(model: type[Request], body: Mapping[str, Any], not_supported: Mapping[str, Neutral]) -> Request:
+    """The request in a JSON object.
+
+    Raises:
+        InvalidRequestError: a field has the wrong type, or a value that is not supported.
+    """
+    _check_supported(body, not_supported)
+    try:
+        request = model.model_validate(body)
+    except ValidationError as error:
+        raise invalid_fields_error(error) from None
+    if request.stream_options is not None and not request.stream:
+        raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+    return request
+
+
+# ------------------------------------------------------------------------------- fields not supported
+
+Neutral = Callable[[Any], bool]
+"""Whether a value of a field that is not supported changes nothing."""
+
+
+def only(*values: Any) -> Neutral:
+    """Null, or one of these values, with its very type: true is not 1, though Python says so."""
+    return lambda value: value is None or any(type(value) is type(one) and value == one for one in values)
+
+
+def _number(neutral: float) -> Neutral:
+    return lambda value: (
+        value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value == neutral)
+    )
+
+
+NOT_SUPPORTED: Mapping[str, Neutral] = {
+    "n": only(1),
+    "best_of": only(1),
+    "min_p": _number(0),
+    "presence_penalty": _number(0),
+    "frequency_penalty": _number(0),
+    "repetition_penalty": _number(1),
+    "length_penalty": _number(1),
+    "logit_bias": only({}),
+    "bad_words": only([]),
+    "allowed_token_ids": only(),
+    "logprob_token_ids": only([]),
+    "prompt_logprobs": only(),
+    "prompt_embeds": only(),
+    "use_beam_search": only(False),
+    "spaces_between_special_tokens": only(True),
+    "response_format": only({"type": "text"}),
+    "structured_outputs": only(),
+    "guided_json": only(),
+    "guided_regex": only(),
+    "guided_choice": only(),
+    "guided_grammar": only(),
+    "truncate_prompt_tokens": only(),
+    "return_token_ids": only(False),
+    "return_tokens_as_token_ids": only(False),
+    "return_prompt_text": only(False),
+    "stream_interval": only(1),
+    "repetition_detection": only(),
+    "thinking_token_budget": only(-1),
+    "logits_processors": only([]),
+    "kv_transfer_params": only(),
+    "cache_salt": only(),
+    "priority": only(0),
+    "mm_processor_kwargs": only({}),
+    "echo": only(False),
+}
+"""Fields of both protocols, each with the values that are accepted because they change nothing."""
+
+
+def _check_supported(body: Mapping[str, Any], not_supported: Mapping[str, Neutral]) -> None:
+    """
+    Raises:
+        InvalidRequestError: a field of the table has a value that would change the answer.
+    """
+    for name in body.keys() & not_supported.keys():
+        value = body[name]
+        if not not_supported[name](value):
+            raise InvalidRequestError(f"{name}: {quote(value)} is not supported by this server; leave it out", name)
+
+
+# --------------------------------------------------------------------------------------- conversion
+
+
+def sampling_params(fields: CommonFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    """The parameters that a request asks for. Fields that are missing or null take their default.
+
+    Raises:
+        InvalidRequestError: a value is out of range; `param` names the field.
+    """
+    if isinstance(fields.stop, list) and len(fields.stop) > MAX_STOP_STRINGS:
+        raise InvalidRequestError(f"stop has {len(fields.stop)} strings and the limit is {MAX_STOP_STRINGS}", "stop")
+    given = {
+        "temperature": fields.temperature,
+        "top_p": fields.top_p,
+        "top_k": fields.top_k,
+        "seed": fields.seed,
+        "max_tokens": max_tokens,
+        "min_tokens": fields.min_tokens,
+        "stop": fields.stop,
+        "stop_token_ids": fields.stop_token_ids,
+        "ignore_eos": fields.ignore_eos,
+        "include_stop_str_in_output": fields.include_stop_str_in_output,
+        "skip_special_tokens": fields.skip_special_tokens,
+        "logprobs": logprobs,
+    }
+    return SamplingParams(
+        output_kind=RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
+        **{name: value for name, value in given.items() if value is not None},
+    )

@@ -1,0 +1,209 @@
+"""Routes: what the paths of the OpenAI API do, and the document that describes them.
+
+Loaded by the app when it is needed first. Each route turns a body into parameters, generates, and renders.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route, Router
+
+from trio_llm.config import ServerConfig
+from trio_llm.errors import ModelNotFoundError
+from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.errors import MethodNotAllowedError, RouteNotFoundError
+from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
+from trio_llm.frontend.http.generation import Generation, RunningRequests
+from trio_llm.frontend.http.json_body import parse_json_object
+from trio_llm.frontend.http.model_names import served_names
+from trio_llm.frontend.http.openai.chat import chat_messages, chat_params, parse_chat_request
+from trio_llm.frontend.http.openai.completions import completion_params, completion_prompts, parse_completion_request
+from trio_llm.frontend.http.openai.fields import CommonFields
+from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.http.openai.rendering import (
+    AnswerHead,
+    ChatChunks,
+    CompletionChunks,
+    chat_answer,
+    completion_answer,
+)
+from trio_llm.frontend.http.shell import ASGIApp, Receive, Scope, Send
+from trio_llm.frontend.text.assembly import Assembler, Choice, Event, Usage, whole_choices
+from trio_llm.version import __version__
+
+__all__ = ["create_routes"]
+
+Answer = Callable[[AnswerHead, list[Choice], Usage], bytes]
+
+
+def create_routes(client: EngineClient, config: ServerConfig, running: RunningRequests) -> ASGIApp:
+    """The routes as one ASGI app for scopes of type `http`.
+
+    Raises (when called): RouteNotFoundError, MethodNotAllowedError, and what the routes raise. Nothing is caught
+    here: the shell makes replies of errors.
+    """
+    routes = _Routes(client, config, running)
+    router = Router(
+        [
+            Route("/v1/chat/completions", routes.chat, methods=["POST"]),
+            Route("/v1/completions", routes.complete, methods=["POST"]),
+            Route("/v1/models", routes.list_models, methods=["GET"]),
+            Route("/v1/models/{name:path}", routes.show_model, methods=["GET"]),
+            Route("/openapi.json", routes.describe, methods=["GET"]),
+        ],
+        redirect_slashes=False,
+    )
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        scope["app"] = app  # makes the router raise its 404 and 405 rather than write texts
+        try:
+            await router(scope, receive, send)
+        except HTTPException as error:
+            if error.status_code == 404:
+                raise RouteNotFoundError(scope["path"]) from None
+            if error.status_code == 405:
+                allow = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
+                raise MethodNotAllowedError(scope["method"], allow) from None
+            raise
+
+    return app
+
+
+class _Routes:
+    def __init__(self, client: EngineClient, config: ServerConfig, running: RunningRequests) -> None:
+        self._client = client
+        self._config = config
+        self._running = running
+        self._created = int(time.time())
+        self._document: bytes | None = None
+
+    # -------------------------------------------------------------------------------------- generating
+
+    async def chat(self, http: Request) -> Response:
+        """POST /v1/chat/completions."""
+        self._client.check_admission()
+        request = parse_chat_request(await _json(http))
+        params = chat_params(request)
+        model = self._model_name(request.model)
+        rendered = await self._client.renderer.render_chat(
+            chat_messages(request),
+            add_generation_prompt=request.adds_generation_prompt,
+            continue_final_message=bool(request.continue_final_message),
+            template_kwargs=request.chat_template_kwargs,
+        )
+        request_id = _request_id(http, request)
+        head = AnswerHead(id=f"chatcmpl-{request_id}", created=int(time.time()), model=model)
+        generation = Generation(
+            client=self._client,
+            running=self._running,
+            prompts=[rendered.token_ids],
+            params=params,
+            request_id=request_id,
+        )
+        if not request.stream:
+            return await _whole(generation, head, chat_answer)
+        chunks = ChatChunks(head, with_usage=request.wants_usage, with_continuous_usage=request.wants_continuous_usage)
+        return self._stream(generation, chunks)
+
+    async def complete(self, http: Request) -> Response:
+        """POST /v1/completions."""
+        self._client.check_admission()
+        request = parse_completion_request(await _json(http))
+        params = completion_params(request)
+        model = self._model_name(request.model)
+        prompts = completion_prompts(request.prompt)
+        if request.add_special_tokens is False:
+            render = self._client.renderer.render_prompt
+            prompts = [await render(prompt, add_special_tokens=False) for prompt in prompts]
+        request_id = _request_id(http, request)
+        head = AnswerHead(id=f"cmpl-{request_id}", created=int(time.time()), model=model)
+        generation = Generation(
+            client=self._client, running=self._running, prompts=prompts, params=params, request_id=request_id
+        )
+        if not request.stream:
+            return await _whole(generation, head, completion_answer)
+        chunks = CompletionChunks(
+            head, with_usage=request.wants_usage, with_continuous_usage=request.wants_continuous_usage
+        )
+        return self._stream(generation, chunks)
+
+    def _stream(self, generation: Generation, renderer: EventRenderer) -> Response:
+        return EventStreamResponse(
+            generation,
+            renderer,
+            keep_alive_s=self._config.sse_keep_alive_interval_s,
+            headers={"x-request-id": generation.request_id},
+        )
+
+    def _model_name(self, asked: str | None) -> str:
+        names = served_names(self._client, self._config)
+        if asked and asked not in names:
+            raise ModelNotFoundError(asked, names)
+        return asked or names[0]
+
+    # -------------------------------------------------------------------------------------- describing
+
+    async def list_models(self, http: Request) -> Response:
+        """GET /v1/models."""
+        cards = [self._card(name) for name in served_names(self._client, self._config)]
+        return _json_response({"object": "list", "data": cards})
+
+    async def show_model(self, http: Request) -> Response:
+        """GET /v1/models/{name}."""
+        name = http.path_params["name"]
+        if not name:
+            raise RouteNotFoundError(http.scope["path"])
+        return _json_response(self._card(self._model_name(name)))
+
+    async def describe(self, http: Request) -> Response:
+        """GET /openapi.json."""
+        if self._document is None:
+            self._document = msgspec.json.encode(openapi_document(__version__))
+        return Response(self._document, media_type="application/json")
+
+    def _card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "trio_llm",
+            "root": name,
+            "parent": None,
+            "max_model_len": self._client.model_config.max_model_len,
+            "permission": [],
+        }
+
+
+async def _json(http: Request) -> dict[str, Any]:
+    return parse_json_object(await http.body(), http.headers.get("content-type"))
+
+
+def _request_id(http: Request, request: CommonFields) -> str:
+    """The client's header, else its field, else the id that the shell made."""
+    state = http.scope["state"]
+    return str(state["client_request_id"] or request.request_id or state["request_id"])
+
+
+async def _whole(generation: Generation, head: AnswerHead, answer: Answer) -> Response:
+    assembler = Assembler(len(generation.prompts))
+    events: list[Event] = []
+    async with generation.open() as outputs:
+        async for index, output in outputs:
+            events.extend(assembler.feed(index, output))
+    assembler.check_finished()
+    return Response(
+        answer(head, whole_choices(events), assembler.usage),
+        media_type="application/json",
+        headers={"x-request-id": generation.request_id},
+    )
+
+
+def _json_response(value: dict[str, Any]) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")

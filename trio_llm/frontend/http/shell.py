@@ -1,0 +1,316 @@
+"""Shell: one ASGI layer around every route, streaming or not.
+
+Reads the body under a cap, runs the inner app beside a task that waits for the client to leave, cancels the app
+when it does, and turns what the app raises into a reply. The inner app gets the whole body in one message.
+
+What Hypercorn asks of an app, and why it stands here once for all routes: a body that nobody reads blocks the
+reader of its connection for ever; sending never fails after a disconnect; and the last body message puts a
+disconnect into the app's queue before the connection is recycled, so that it must leave from outside the scope
+that a disconnect cancels, or the connection leaks.
+"""
+
+from __future__ import annotations
+
+import logging
+import string
+import uuid
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+import trio
+
+from trio_llm.config import ServerConfig
+from trio_llm.errors import BodyTooLargeError, TrioLLMError
+from trio_llm.frontend.http.errors import BodyTimeoutError, HttpVersionError, only_error, reply_for
+from trio_llm.frontend.http.sse import DONE_EVENT, error_event
+
+__all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "cause_of"]
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+_logger = logging.getLogger(__name__)
+
+DRAIN_BYTES = 64 * 1024 * 1024
+"""How much of a refused body is read and dropped, so that a client that writes first can read its answer."""
+DRAIN_S = 5.0
+"""For how long."""
+MAX_REQUEST_ID_CHARS = 128
+_REQUEST_ID_CHARS = frozenset(string.ascii_letters + string.digits + "-_.:/+=@")
+
+
+class Shell:
+    """The outermost ASGI app.
+
+    Args:
+        app: gets scopes of type `http` only, with `state` holding `request_id` and `client_request_id` (the
+            `X-Request-Id` header, or None), and `receive` giving the body in one message.
+        is_draining: asked once per response; while true, connections close after their answer.
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig, *, is_draining: Callable[[], bool]) -> None:
+        self._app = app
+        self._config = config
+        self._is_draining = is_draining
+        self._num_requests = 0
+        self._idle = trio.Event()
+        self._idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is being answered.
+
+        Cancellation: safe.
+        """
+        while self._num_requests:
+            await self._idle.wait()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one scope.
+
+        Cancellation: the inner app is cancelled and nothing more is sent.
+        """
+        if scope["type"] == "lifespan":
+            await _serve_lifespan(receive, send)
+        elif scope["type"] == "http":
+            await self._serve_counted(scope, receive, send)
+        else:
+            await receive()  # websocket.connect; closing before accepting is a refusal
+            await send({"type": "websocket.close", "code": 1000})
+
+    async def _serve_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_requests == 0:
+            self._idle = trio.Event()
+        self._num_requests += 1
+        try:
+            exchange = _Exchange(scope, receive, send, is_draining=self._is_draining)
+            await exchange.run(self._app, self._config)
+        finally:
+            self._num_requests -= 1
+            if self._num_requests == 0:
+                self._idle.set()
+
+
+class _Exchange:
+    """One request and its answer."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, *, is_draining: Callable[[], bool]) -> None:
+        self._scope = scope
+        self._receive = receive
+        self._send = send
+        self._is_draining = is_draining
+        client_id = _request_id_header(scope)
+        self._request_id = client_id or uuid.uuid4().hex
+        # Hypercorn copies the state for each request.
+        scope.setdefault("state", {}).update(request_id=self._request_id, client_request_id=client_id)
+        self._body: bytes | None = None  # None: handed to the app
+        self._has_gone = trio.Event()
+        self._response: Message | None = None  # http.response.start as the app sent it
+        self._error_start: Message | None = None  # http.response.start of an error in place of the app's
+        self._final: Message | None = None  # the last body message, kept back
+        self._body_left = False  # some of the request's body was not read
+
+    async def run(self, app: ASGIApp, config: ServerConfig) -> None:
+        try:
+            self._body = await self._read_body(config)
+            if self._scope["http_version"].startswith("2"):
+                # Hypercorn buffers HTTP/2 without bound for a client that does not read.
+                raise HttpVersionError(self._scope["http_version"])
+            if not self._has_gone.is_set():
+                await self._run_app(app)
+        except (Exception, BaseExceptionGroup) as error:
+            self._answer_error(error)
+        if not self._has_gone.is_set():
+            await self._finish()
+
+    # -------------------------------------------------------------------------------------- reading
+
+    async def _read_body(self, config: ServerConfig) -> bytes:
+        """The whole body.
+
+        Raises:
+            BodyTooLargeError: it is over the cap. As much as may be dropped was read.
+            BodyTimeoutError: the client took too long.
+        """
+        limit = config.max_body_bytes
+        declared = _content_length(self._scope)
+        if declared is not None and declared > limit:
+            await self._drain()
+            raise BodyTooLargeError(limit)
+        parts: list[bytes] = []
+        size = 0
+        with trio.move_on_after(config.body_timeout_s) as timeout:
+            while True:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    self._has_gone.set()
+                    return b""
+                size += len(message.get("body", b""))
+                if size > limit:
+                    break
+                parts.append(message.get("body", b""))
+                if not message.get("more_body", False):
+                    return b"".join(parts)
+        if timeout.cancelled_caught:
+            self._body_left = True
+            raise BodyTimeoutError(config.body_timeout_s)
+        parts.clear()
+        if message.get("more_body", False):
+            await self._drain()
+        raise BodyTooLargeError(limit)
+
+    async def _drain(self) -> None:
+        """Read and drop what is left of the body, within bounds; `_body_left` says if that was not all."""
+        self._body_left = True
+        size = 0
+        with trio.move_on_after(DRAIN_S):
+            while size <= DRAIN_BYTES:
+                message = await self._receive()
+                if message["type"] == "http.disconnect":
+                    self._has_gone.set()
+                    return
+                size += len(message.get("body", b""))
+                if not message.get("more_body", False):
+                    self._body_left = False
+                    return
+
+    async def _watch_disconnect(self, app_scope: trio.CancelScope) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+        self._has_gone.set()
+        app_scope.cancel(reason="the client has gone")
+
+    async def _receive_for_app(self) -> Message:
+        if self._body is not None:
+            body, self._body = self._body, None
+            await trio.lowlevel.checkpoint()
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self._has_gone.wait()
+        return {"type": "http.disconnect"}
+
+    # -------------------------------------------------------------------------------------- running
+
+    async def _run_app(self, app: ASGIApp) -> None:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._watch_disconnect, nursery.cancel_scope)
+            # A client that has gone already must not cost anything. Three turns: the watcher starts, takes the
+            # message that waits, and cancels.
+            for _ in range(3):
+                await trio.lowlevel.checkpoint()
+            await app(self._scope, self._receive_for_app, self._send_for_app)
+            nursery.cancel_scope.cancel(reason="the app has answered")
+        if self._final is None and not self._has_gone.is_set():
+            raise RuntimeError("the app returned without finishing its response")
+
+    async def _send_for_app(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self._response = self._with_headers(message)
+            if not self._has_gone.is_set():
+                await self._send(self._response)
+        elif message["type"] == "http.response.body" and not message.get("more_body", False):
+            self._final = message
+        elif not self._has_gone.is_set():
+            await self._send(message)
+
+    def _with_headers(self, message: Message) -> Message:
+        headers = list(message.get("headers", ()))
+        names = {name for name, _ in headers}
+        if b"x-request-id" not in names:
+            headers.append((b"x-request-id", self._request_id.encode("latin-1")))
+        if (self._is_draining() or self._body_left) and b"connection" not in names:
+            headers.append((b"connection", b"close"))
+        return {**message, "headers": headers}
+
+    # -------------------------------------------------------------------------------------- ending
+
+    def _answer_error(self, error: BaseException) -> None:
+        """Choose the ending that is still possible for what was raised; a cancellation is passed on."""
+        cause = cause_of(error)
+        reply = reply_for(cause)
+        if not isinstance(cause, TrioLLMError):
+            _logger.error("request %s failed", self._request_id, exc_info=cause)
+        if self._response is None:
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", b"%d" % len(reply.body)),
+                *reply.headers,
+            ]
+            self._error_start = {"type": "http.response.start", "status": reply.status, "headers": headers}
+            self._final = {"type": "http.response.body", "body": reply.body}
+        elif _is_event_stream(self._response):
+            self._final = {"type": "http.response.body", "body": error_event(reply) + DONE_EVENT}
+        else:
+            # A whole body was promised: closing the connection short of it is all that tells the client.
+            self._final = None
+
+    async def _finish(self) -> None:
+        """Send the last message, with nothing around it that a disconnect cancels."""
+        if not self._body_left:
+            await self._send_ending()
+            return
+        async with trio.open_nursery() as nursery:
+            # While body messages wait in the app's queue, Hypercorn's reader blocks on it, and so would its
+            # writer when it announces the end: go on taking them.
+            nursery.start_soon(self._drop_messages)
+            await self._send_ending()
+
+    async def _send_ending(self) -> None:
+        if self._error_start is not None:
+            await self._send(self._with_headers(self._error_start))
+        if self._final is not None:
+            await self._send({**self._final, "more_body": False})
+
+    async def _drop_messages(self) -> None:
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+
+def cause_of(error: BaseException) -> Exception:
+    """The exception to answer with.
+
+    Raises:
+        BaseException: `error` itself, if it is or holds more than an error: somebody outside cancels this task, or
+            the interpreter is to end, and nothing may be answered.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        if not isinstance(error, ExceptionGroup):
+            raise error
+        error = only_error(error)
+    if not isinstance(error, Exception):
+        raise error
+    return error
+
+
+def _is_event_stream(response: Message) -> bool:
+    return any(
+        name.lower() == b"content-type" and value.startswith(b"text/event-stream")
+        for name, value in response["headers"]
+    )
+
+
+def _content_length(scope: Scope) -> int | None:
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            return int(value)  # h11 has refused anything but one number of at most 20 digits
+    return None
+
+
+def _request_id_header(scope: Scope) -> str | None:
+    """The client's id for the request, if it is one that may stand in a header and in a log."""
+    for name, value in scope["headers"]:
+        if name == b"x-request-id":
+            text = str(value, "latin-1")
+            if 0 < len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID_CHARS.issuperset(text):
+                return text
+    return None
+
+
+async def _serve_lifespan(receive: Receive, send: Send) -> None:
+    """Acknowledge; what lives longer than requests is owned elsewhere, by a block."""
+    while True:
+        message = await receive()
+        await send({"type": f"{message['type']}.complete"})
+        if message["type"] == "lifespan.shutdown":
+            return

@@ -1,0 +1,81 @@
+"""InputProcessor: a prompt and its parameters, checked against the loaded model, become an EngineCoreRequest.
+
+Pure but for the random seed and id suffix. Used by `AsyncLLM`.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import Any
+
+import msgspec
+
+from trio_llm.errors import InvalidRequestError, PromptTooLongError
+from trio_llm.frontend.model_config import ModelConfig
+from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import EngineCoreRequest
+
+__all__ = ["InputProcessor", "make_internal_id"]
+
+
+def make_internal_id(external_id: str) -> str:
+    """Unique for ever, while callers may use an id again whenever they like."""
+    return f"{external_id}-{secrets.token_hex(4)}"
+
+
+class InputProcessor:
+    """Refuses what the model cannot do, and fills in what the caller left open."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+
+    def process(
+        self, prompt_token_ids: list[int], params: SamplingParams, *, request_id: str, priority: int = 0
+    ) -> EngineCoreRequest:
+        """Make the engine's request; `request_id` is the internal id.
+
+        Raises:
+            InvalidRequestError: the prompt has no tokens, too many, or ids the model does not know; or the
+                parameters do not fit the model. `param` names the field.
+        """
+        self._check_prompt(prompt_token_ids)
+        room = self._model.max_model_len - len(prompt_token_ids)
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLongError(
+                limit=self._model.max_model_len,
+                num_prompt_tokens=len(prompt_token_ids),
+                max_tokens=params.max_tokens,
+            )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but the context has room for {room} more tokens", "min_tokens"
+            )
+        for token_id in params.stop_token_ids:
+            if token_id >= self._model.logits_width:
+                raise InvalidRequestError(
+                    f"stop_token_ids has {token_id}, but the model's ids end at {self._model.logits_width - 1}",
+                    "stop_token_ids",
+                )
+        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+            raise InvalidRequestError("priority must be a 64-bit integer", "priority")
+        filled = msgspec.structs.replace(
+            params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            # Chosen here and not in the engine: the same request can be computed again elsewhere, with the same tokens.
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )
+        return EngineCoreRequest(request_id, prompt_token_ids, filled, priority=priority)
+
+    def _check_prompt(self, token_ids: Any) -> None:
+        if not isinstance(token_ids, list) or not token_ids:
+            raise InvalidRequestError("the prompt has no tokens", "prompt")
+        if len(token_ids) >= self._model.max_model_len:
+            raise PromptTooLongError(limit=self._model.max_model_len, num_prompt_tokens=len(token_ids), max_tokens=None)
+        # type() and not isinstance(): True is an int, but no token id.
+        if any(type(token_id) is not int for token_id in token_ids):
+            raise InvalidRequestError("the prompt's token ids must be integers", "prompt")
+        if min(token_ids) < 0 or max(token_ids) >= self._model.logits_width:
+            raise InvalidRequestError(
+                f"the prompt's token ids must be from 0 to {self._model.logits_width - 1}, the model's vocabulary",
+                "prompt",
+            )

@@ -1,0 +1,268 @@
+"""OutputProcessor: the engine's rows of token ids become outputs with text.
+
+Pure: rows in, `ProcessedRow` out. Holds the state of every unfinished request. Used by the output handler, which puts
+the outputs into mailboxes and sends the aborts that this asks for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from trio_llm.errors import EngineGenerateError
+from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
+from trio_llm.frontend.text.logprobs import make_token_logprobs
+from trio_llm.frontend.text.stop import StopScanner
+from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from trio_llm.sampling import RequestOutputKind
+from trio_llm.wire.messages import EngineCoreOutput, EngineCoreRequest, LogprobRow
+
+__all__ = ["OutputGap", "OutputProcessor", "ProcessedRow", "RequestState"]
+
+
+class OutputGap(Exception):
+    """Rows of a request are missing: a message of the engine was lost."""
+
+
+@dataclass(slots=True, eq=False)
+class RequestState:
+    """One request between its registration and the engine's last row for it."""
+
+    request: EngineCoreRequest
+    external_id: str
+    detokenizer: Detokenizer
+    scanner: StopScanner | None
+    """None: no stop strings."""
+    num_tokens: int = 0
+    """Generated tokens taken from the engine so far; what the next row's `start` must be."""
+    num_cached_tokens: int = 0
+    is_tombstone: bool = False
+    """Nobody reads any more; rows on their way are dropped until the engine's last one comes."""
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """All so far; not for DELTA, which keeps nothing it has given away."""
+
+    @property
+    def kind(self) -> RequestOutputKind:
+        return self.request.params.output_kind
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedRow:
+    """What one row means. At most one of `output` and `error` is set."""
+
+    state: RequestState
+    num_new_tokens: int = 0
+    """Tokens that the reader has got by this row: those after a stop string do not count."""
+    output: RequestOutput | None = None
+    error: Exception | None = None
+    finish_reason: FinishReason | None = None
+    """Set once per request: it is over for its reader."""
+    must_abort: bool = False
+    """It is over for its reader, but the engine does not know yet."""
+    is_gone: bool = False
+    """The engine's last row: the request is forgotten now."""
+
+
+@dataclass(slots=True)
+class _News:
+    """What one row adds to a request."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
+
+
+class OutputProcessor:
+    """All unfinished requests of one front end.
+
+    Args:
+        table: of the loaded model's tokenizer.
+        logits_width: ids at or above it are the engine's mistake.
+    """
+
+    def __init__(self, table: TokenTable, logits_width: int) -> None:
+        self._table = table
+        self._logits_width = logits_width
+        self._states: dict[str, RequestState] = {}
+        self.num_unknown_rows = 0
+        """Rows for requests that are forgotten already. Harmless: an abort and the end may cross."""
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def add(self, request: EngineCoreRequest, external_id: str) -> RequestState:
+        """Register a request, before it is sent."""
+        params = request.params
+        state = RequestState(
+            request,
+            external_id,
+            make_detokenizer(self._table, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens),
+            StopScanner(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None,
+        )
+        self._states[request.request_id] = state
+        return state
+
+    def remove(self, state: RequestState) -> None:
+        """Forget a request that was never sent."""
+        self._states.pop(state.request.request_id, None)
+
+    def bury(self, state: RequestState) -> bool:
+        """The reader has left. Returns whether the engine must be told, with one Abort."""
+        if state.is_tombstone or state.request.request_id not in self._states:
+            return False
+        state.is_tombstone = True
+        return True
+
+    def finish(self, state: RequestState) -> RequestOutput:
+        """The last output of a request that is aborted on demand: what was held back, and the finish reason `abort`."""
+        text = state.detokenizer.finish()
+        if state.scanner is not None:
+            text = state.scanner.feed(text) + state.scanner.finish()
+        news = _News(text=text, finish_reason="abort")
+        if state.request.params.logprobs is not None:
+            news.logprobs = []
+        output = self._make_output(state, news)
+        assert output is not None
+        return output
+
+    def take_all(self) -> list[RequestState]:
+        """Forget every request: the engine is gone. Returns those that somebody still reads."""
+        states = [state for state in self._states.values() if not state.is_tombstone]
+        self._states.clear()
+        return states
+
+    def states_of(self, external_id: str) -> list[RequestState]:
+        """The requests that somebody still reads and that the caller calls so."""
+        return [s for s in self._states.values() if s.external_id == external_id and not s.is_tombstone]
+
+    def process(self, row: EngineCoreOutput) -> ProcessedRow | None:
+        """Take one row. None: there is nothing to do.
+
+        Whatever is wrong with a row is the error of its request alone.
+
+        Raises:
+            OutputGap: a row before this one is missing.
+        """
+        state = self._states.get(row.request_id)
+        if state is None:
+            self.num_unknown_rows += 1
+            return None
+        is_gone = row.finish_reason is not None
+        if is_gone:
+            del self._states[row.request_id]
+        if state.is_tombstone:
+            return ProcessedRow(state, is_gone=True) if is_gone else None
+        if row.start > state.num_tokens:
+            raise OutputGap(
+                f"request {row.request_id} has {state.num_tokens} tokens and got a row that starts at {row.start}"
+            )
+        if row.num_cached_tokens:
+            state.num_cached_tokens = row.num_cached_tokens
+        try:
+            if row.finish_reason == "error":
+                raise EngineGenerateError(row.error or "the engine ended the request without a reason")
+            news = self._read(state, row)
+        except Exception as error:
+            return self._fail(state, error, is_gone=is_gone)
+        must_abort = news.finish_reason is not None and not is_gone
+        state.is_tombstone = must_abort
+        return ProcessedRow(
+            state,
+            num_new_tokens=len(news.token_ids),
+            output=self._make_output(state, news),
+            finish_reason=news.finish_reason,
+            must_abort=must_abort,
+            is_gone=is_gone,
+        )
+
+    def _fail(self, state: RequestState, error: Exception, *, is_gone: bool) -> ProcessedRow:
+        if not isinstance(error, EngineGenerateError):
+            named = EngineGenerateError(f"the output could not be processed: {type(error).__name__}: {error}")
+            named.__cause__ = error
+            error = named
+        state.is_tombstone = not is_gone
+        return ProcessedRow(state, error=error, finish_reason="error", must_abort=not is_gone, is_gone=is_gone)
+
+    def _read(self, state: RequestState, row: EngineCoreOutput) -> _News:
+        """What the row adds. Its tokens that the request has already are left out."""
+        num_known = state.num_tokens - row.start
+        token_ids = row.new_token_ids[num_known:] if num_known else row.new_token_ids
+        logprob_rows = row.logprobs[num_known:] if row.logprobs is not None else None
+        for token_id in token_ids:
+            if not 0 <= token_id < self._logits_width:
+                raise EngineGenerateError(
+                    f"the engine gave token id {token_id}, the model's ids are 0 to {self._logits_width - 1}"
+                )
+        news = _News(finish_reason=row.finish_reason, stop_reason=row.stop_reason)
+        if state.scanner is None:
+            news.token_ids = token_ids
+            news.text = state.detokenizer.feed(_visible(state, token_ids, row))
+            if row.finish_reason is not None:
+                news.text += state.detokenizer.finish()
+        else:
+            self._scan(state, state.scanner, token_ids, row, news)
+        state.num_tokens += len(news.token_ids)
+        if state.request.params.logprobs is not None:
+            news.logprobs = self._name_logprobs(logprob_rows or [], len(news.token_ids))
+        return news
+
+    def _scan(
+        self, state: RequestState, scanner: StopScanner, token_ids: list[int], row: EngineCoreOutput, news: _News
+    ) -> None:
+        """Token by token, so that several in one row end where they would have ended one at a time."""
+        visible = _visible(state, token_ids, row)
+        for count, token_id in enumerate(token_ids, start=1):
+            text = state.detokenizer.feed([token_id]) if count <= len(visible) else ""
+            if state.num_tokens + count < state.request.params.min_tokens:
+                # Too early to end, by contract: this text is shown, and takes no part in a later match.
+                news.text += text
+                continue
+            news.text += scanner.feed(text)
+            if scanner.found is not None:
+                news.token_ids = token_ids[:count]
+                news.finish_reason, news.stop_reason = "stop", scanner.found
+                return
+        news.token_ids = token_ids
+        if row.finish_reason is not None:
+            news.text += scanner.feed(state.detokenizer.finish())
+            if scanner.found is not None:
+                news.finish_reason, news.stop_reason = "stop", scanner.found
+            else:
+                news.text += scanner.finish()
+
+    def _name_logprobs(self, rows: list[LogprobRow], num_tokens: int) -> list[TokenLogprobs]:
+        if len(rows) < num_tokens:
+            raise EngineGenerateError(f"the engine gave log-probabilities for {len(rows)} of {num_tokens} tokens")
+        return [make_token_logprobs(row, self._table) for row in rows[:num_tokens]]
+
+    def _make_output(self, state: RequestState, news: _News) -> RequestOutput | None:
+        choice = CompletionOutput(0, news.text, news.token_ids, news.logprobs, news.finish_reason, news.stop_reason)
+        if state.kind is not RequestOutputKind.DELTA:
+            state.text.append(news.text)
+            state.token_ids.extend(news.token_ids)
+            state.logprobs.extend(news.logprobs or ())
+            if state.kind is RequestOutputKind.FINAL_ONLY and news.finish_reason is None:
+                return None
+            choice.text = "".join(state.text)
+            choice.token_ids = list(state.token_ids)
+            if state.request.params.logprobs is not None:
+                choice.logprobs = list(state.logprobs)
+        elif not news.token_ids and not news.text and news.finish_reason is None:
+            return None
+        return RequestOutput(
+            state.external_id,
+            len(state.request.prompt_token_ids),
+            state.num_cached_tokens,
+            [choice],
+            news.finish_reason is not None,
+        )
+
+
+def _visible(state: RequestState, token_ids: list[int], row: EngineCoreOutput) -> list[int]:
+    """The ids that become text: the token that ended the answer does not, unless stops were asked for."""
+    if row.finish_reason == "stop" and not state.request.params.include_stop_str_in_output:
+        return token_ids[:-1]
+    return token_ids

@@ -1,0 +1,201 @@
+"""Renderer: prompts and chat messages become token ids, big ones in a worker thread.
+
+Trio. Holds the loaded model's tokenizer and chat template; also makes the detokenizers of its answers. Used by
+`AsyncLLM` and the routes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import trio
+
+from trio_llm.errors import InvalidRequestError, PromptTooLongError
+from trio_llm.frontend.rendering.chat_template import ChatTemplate
+from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
+from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
+from trio_llm.sampling import is_valid_text
+
+__all__ = ["RenderedPrompt", "Renderer", "TextTooLongError"]
+
+INLINE_CHARS: Final = 4_000
+"""Texts up to this length take about a millisecond; longer ones would make every stream of the process wait."""
+MAX_THREADS: Final = 2
+"""Big texts that are worked on at once, so that a burst of them leaves the other cores alone."""
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    text: str
+    token_ids: list[int]
+
+
+class TextTooLongError(PromptTooLongError):
+    """The text has so many characters that its tokens cannot fit, however it would be cut into them."""
+
+    def __init__(self, *, limit: int, num_chars: int, min_tokens: int) -> None:
+        InvalidRequestError.__init__(
+            self,
+            f"this model's maximum context length is {limit} tokens, but the prompt has {num_chars} characters, "
+            f"which are {min_tokens} tokens or more; shorten the prompt",
+            "input_text",
+        )
+
+
+class Renderer:
+    """Text to ids and back, for one model.
+
+    Args:
+        max_model_len: tokens of prompt and answer together; longer texts are refused, early if that is possible.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: ChatTemplate, *, max_model_len: int) -> None:
+        self.tokenizer: Final = tokenizer
+        self._template = template
+        self._max_model_len = max_model_len
+        self._threads = trio.CapacityLimiter(MAX_THREADS)
+
+    @classmethod
+    def load(cls, model_dir: Path, max_model_len: int, *, logits_width: int | None = None) -> Renderer:
+        """Read tokenizer and template of a model directory. Blocking, up to about a second; call it in a thread.
+
+        Args:
+            logits_width: number of ids that the model can emit; None: not known, and detokenizers then take any id
+                the tokenizer does not know for one without text.
+
+        Raises:
+            EngineStartupError: a file is missing or not usable; one line that names the directory.
+        """
+        tokenizer = Tokenizer.load(model_dir, logits_width=logits_width)
+        template = ChatTemplate.load(model_dir, read_tokenizer_config(model_dir))
+        return cls(tokenizer, template, max_model_len=max_model_len)
+
+    @property
+    def token_table(self) -> TokenTable:
+        """What each id stands for."""
+        return self.tokenizer.table
+
+    @property
+    def token_names(self) -> TokenTable:
+        """The same, as what log-probabilities take their names from."""
+        return self.tokenizer.table
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` can work."""
+        return self._template.is_present
+
+    async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
+        """The ids of a prompt. Ids are given back as they are: whoever builds the request checks them.
+
+        Cancellation: safe. A worker thread that has begun goes on to its end, holds its place until then, and its
+        result is dropped.
+
+        Raises:
+            InvalidRequestError: the text is not valid (`param` is `prompt`).
+            PromptTooLongError: it has so many characters that it cannot fit the context. One that has too many
+                tokens without that comes back as it is.
+        """
+        if not isinstance(prompt, str):
+            await trio.lowlevel.checkpoint()
+            return prompt
+        self._check_fits(prompt)
+        return await self._run(
+            functools.partial(self._encode_prompt, prompt, add_special_tokens=add_special_tokens), size=len(prompt)
+        )
+
+    async def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> RenderedPrompt:
+        """The text of a conversation, by the model's template, and its ids. See `ChatTemplate.render`.
+
+        Cancellation: as `render_prompt`.
+
+        Raises:
+            InvalidRequestError: the messages are malformed, not valid text, or the template refuses them; `param`
+                names the place.
+            PromptTooLongError: as `render_prompt`.
+        """
+        size = _measure(messages, INLINE_CHARS) + _measure(template_kwargs, INLINE_CHARS)
+        render = functools.partial(
+            self._template.render,
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            template_kwargs=template_kwargs,
+        )
+        text = await self._run(render, size=size)
+        self._check_fits(text)
+        # The template has put the special tokens where they belong.
+        encode = functools.partial(self.tokenizer.encode, text, add_special_tokens=False)
+        return RenderedPrompt(text, await self._run(encode, size=len(text)))
+
+    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """The text of ids, all at once. Ids that the tokenizer does not know have no text.
+
+        Cancellation: as `render_prompt`.
+
+        Raises:
+            InvalidRequestError: an id is negative or above 31 bits (`param` is `tokens`).
+        """
+        decode = functools.partial(self._decode_tokens, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._run(decode, size=len(token_ids))
+
+    def make_detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+        """For the answer to this prompt."""
+        return make_detokenizer(self.tokenizer.table, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+
+    def _check_fits(self, text: str) -> None:
+        min_tokens = self.tokenizer.count_at_least(text)
+        if min_tokens > self._max_model_len:
+            raise TextTooLongError(limit=self._max_model_len, num_chars=len(text), min_tokens=min_tokens)
+
+    def _encode_prompt(self, prompt: str, *, add_special_tokens: bool) -> list[int]:
+        if not is_valid_text(prompt):
+            raise InvalidRequestError("the prompt contains a lone surrogate, which is not valid text", "prompt")
+        return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        for token_id in token_ids:
+            if not 0 <= token_id < 2**31:
+                raise InvalidRequestError("a token id must be from 0 to 2147483647", "tokens")
+        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+    async def _run(self, work: Callable[[], _T], *, size: int) -> _T:
+        if size <= INLINE_CHARS:
+            await trio.lowlevel.checkpoint()
+            return work()
+        return await trio.to_thread.run_sync(work, limiter=self._threads, abandon_on_cancel=True)
+
+
+def _measure(value: Any, enough: int) -> int:
+    """Characters of all strings inside plain data, counted until there are enough to know that it is big.
+
+    Every item counts for a little besides, so that many small ones are big too. Without recursion: nesting is the
+    caller's.
+    """
+    size = 0
+    todo = [value]
+    while todo and size <= enough:
+        item = todo.pop()
+        size += 8
+        if isinstance(item, str):
+            size += len(item)
+        elif isinstance(item, Mapping):
+            size += 8 * len(item)
+            todo.extend(item.values() if len(item) <= enough else ())
+        elif isinstance(item, list | tuple):
+            size += 8 * len(item)
+            todo.extend(item if len(item) <= enough else ())
+    return size

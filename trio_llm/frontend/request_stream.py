@@ -1,0 +1,101 @@
+"""GenerateStream: what `AsyncLLM.generate()` returns, one request as a block of code.
+
+An object and not an async generator: a cancel scope or nursery held across a `yield` corrupts Trio's scope stack, and a
+generator that is dropped runs its clean-up whenever the garbage collector likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from types import TracebackType
+from typing import Literal
+
+from trio_llm.frontend.output_handler import LiveRequest
+from trio_llm.outputs import RequestOutput
+
+__all__ = ["GenerateStream"]
+
+_Stage = Literal["new", "open", "over", "closed"]
+
+
+class GenerateStream:
+    """Entering admits the request, leaving it aborts what is unfinished. Implements `RequestStream`.
+
+    Args:
+        request_id: the caller's id.
+        admit: checks and sends the request; raises if it is refused, leaving nothing behind.
+        leave: tells the engine that nobody reads any more. Synchronous.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        admit: Callable[[], Awaitable[LiveRequest]],
+        leave: Callable[[LiveRequest], None],
+    ) -> None:
+        self._request_id = request_id
+        self._admit = admit
+        self._leave = leave
+        self._stage: _Stage = "new"
+        self._request: LiveRequest | None = None
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._request_id!r}: {self._stage}>"
+
+    @property
+    def request_id(self) -> str:
+        """The caller's id of the request, or the one made for the caller."""
+        return self._request_id
+
+    async def __aenter__(self) -> GenerateStream:
+        """Check and send the request.
+
+        Cancellation: safe. If this raises, nothing was sent and nothing is registered.
+
+        Raises:
+            InvalidRequestError: the request can never work.
+            EngineUnavailableError: the engine is loading or draining.
+            EngineDeadError: the engine is gone.
+        """
+        if self._stage != "new":
+            raise RuntimeError("a stream can be entered once; call generate() again")
+        self._request = await self._admit()
+        self._stage = "open"
+        return self
+
+    async def __aexit__(
+        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Abort the request unless it is over. Never waits, so that it works in a cancelled task."""
+        assert self._request is not None
+        self._leave(self._request)
+        self._stage = "closed"
+
+    def __aiter__(self) -> GenerateStream:
+        if self._stage == "new":
+            raise RuntimeError(
+                "a stream is a block: `async with llm.generate(...) as stream:` and then `async for output in stream:`"
+            )
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """All that is new since the last time, as the request's `output_kind` says.
+
+        Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken; iterating may go on.
+
+        Raises:
+            EngineGenerateError: this request failed, and all text it is owed was taken.
+            EngineDeadError: the engine is gone, and all text this request is owed was taken.
+        """
+        if self._stage == "over":
+            raise StopAsyncIteration
+        if self._stage != "open" or self._request is None:
+            raise RuntimeError(f"{self!r} cannot be read outside its block")
+        try:
+            output = await self._request.collector.receive()
+        except Exception:
+            self._stage = "over"
+            raise
+        if output.finished:
+            self._stage = "over"
+        return output

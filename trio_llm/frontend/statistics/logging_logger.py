@@ -1,0 +1,62 @@
+"""LoggingStatLogger: one line in the log per interval.
+
+Given to the output handler, which records every batch and calls `log()` every ten seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+
+from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.wire.messages import SchedulerStats
+
+__all__ = ["LoggingStatLogger"]
+
+_logger = logging.getLogger(__name__)
+
+
+class LoggingStatLogger:
+    """Writes rates since its last line. An idle engine gets one line that says so, then silence.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._last_log = clock()
+        self._scheduler = SchedulerStats()
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._was_idle = True
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        """Add one drained batch."""
+        if scheduler is not None:
+            self._scheduler = scheduler
+        self._num_prompt_tokens += iteration.num_prompt_tokens
+        self._num_generation_tokens += iteration.num_generation_tokens
+
+    def log(self) -> None:
+        """Write the line, and count from 0 again."""
+        now = self._clock()
+        elapsed_s = max(now - self._last_log, 1e-9)
+        scheduler = self._scheduler
+        is_idle = not (
+            self._num_prompt_tokens or self._num_generation_tokens or scheduler.num_running or scheduler.num_waiting
+        )
+        if not (is_idle and self._was_idle):
+            used = scheduler.num_blocks - scheduler.num_free_blocks
+            _logger.info(
+                "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache usage %.1f %%",
+                self._num_prompt_tokens / elapsed_s,
+                self._num_generation_tokens / elapsed_s,
+                scheduler.num_running,
+                scheduler.num_waiting,
+                100 * used / scheduler.num_blocks if scheduler.num_blocks else 0.0,
+            )
+        self._was_idle = is_idle
+        self._last_log = now
+        self._num_prompt_tokens = self._num_generation_tokens = 0

@@ -1,0 +1,66 @@
+"""UtilityCalls: calls into the engine's method table that wait for their answer. Used by `AsyncLLM`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import count
+
+import trio
+
+from trio_llm.errors import EngineDeadError, EngineGenerateError
+from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
+
+__all__ = ["UtilityCalls"]
+
+_Answer = UtilityResult | EngineDeadError
+
+
+class UtilityCalls:
+    """Numbers calls and gives each its own answer."""
+
+    def __init__(self, core: CoreClient) -> None:
+        self._core = core
+        self._numbers = count(1)
+        self._waiting: dict[int, trio.MemorySendChannel[_Answer]] = {}
+        self._dead_error: EngineDeadError | None = None
+
+    async def call(
+        self, method: str, *args: PlainValue
+    ) -> PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]:
+        """Call a method of the engine and wait for its answer.
+
+        Cancellation: the engine may still carry the call out; its answer is dropped.
+
+        Raises:
+            EngineGenerateError: the method failed, or there is none of that name.
+            EngineDeadError: the engine is gone, or went while this waited.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        if self._dead_error is not None:
+            raise type(self._dead_error)(*self._dead_error.args)
+        call_id = next(self._numbers)
+        send, receive = trio.open_memory_channel[_Answer](1)
+        self._waiting[call_id] = send
+        try:
+            self._core.send_nowait(UtilityCall(call_id, method, list(args)))
+            answer = await receive.receive()
+        finally:
+            self._waiting.pop(call_id, None)
+        if isinstance(answer, EngineDeadError):
+            raise type(answer)(*answer.args)
+        if answer.error is not None:
+            raise EngineGenerateError(f"{method}: {answer.error}")
+        return answer.value
+
+    def resolve(self, result: UtilityResult) -> None:
+        """Give an answer to the one who waits for it, if anybody still does."""
+        if send := self._waiting.pop(result.call_id, None):
+            send.send_nowait(result)
+
+    def fail_all(self, error: EngineDeadError) -> None:
+        """The engine is gone: every call, now and later, raises this."""
+        self._dead_error = error
+        for send in self._waiting.values():
+            send.send_nowait(error)
+        self._waiting.clear()
