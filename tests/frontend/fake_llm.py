@@ -13,10 +13,14 @@ from tests.frontend.tiny_tokenizers import byte_level_json
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.fake import load_fake
 from trio_llm.frontend.async_llm import AsyncLLM, open_llm_over
+from trio_llm.frontend.rendering.tokenizer import Tokenizer
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.testing.in_memory import InMemoryCoreClient
 
-__all__ = ["FakeSetUp", "fake_model_dir", "open_fake_llm"]
+__all__ = ["LOGITS_WIDTH", "FakeSetUp", "fake_model_dir", "open_fake_llm"]
+
+
+LOGITS_WIDTH = Tokenizer(byte_level_json()).vocab_size
 
 
 @functools.cache
@@ -55,7 +59,10 @@ async def open_fake_llm(
     *, step_s: float = 0.0, stat_loggers: Sequence[StatLogger] = (), num_blocks: int = 64, **fake: Any
 ) -> AsyncIterator[FakeSetUp]:
     """`fake`: fields of FakeEngineConfig."""
-    config = EngineConfig(num_gpu_blocks_override=num_blocks, fake=FakeEngineConfig(model_dir=fake_model_dir(), **fake))
+    config = EngineConfig(
+        num_gpu_blocks_override=num_blocks,
+        fake=FakeEngineConfig(model_dir=fake_model_dir(), logits_width=LOGITS_WIDTH, **fake),
+    )
     core = InMemoryCoreClient(load_fake(config, lambda *_: None, model_dir=fake_model_dir()), config, step_s=step_s)
     async with open_llm_over(core, config, stat_loggers=stat_loggers) as llm:
         yield FakeSetUp(llm, core)

@@ -6,7 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from tests.frontend.fake_llm import open_fake_llm
+from tests.frontend.fake_llm import LOGITS_WIDTH, open_fake_llm
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -182,12 +182,12 @@ async def test_a_stream_can_be_entered_once_and_read_only_inside_its_block() -> 
     [
         ([], {}, "prompt"),
         ([-1], {}, "prompt"),
-        ([256], {}, "prompt"),
+        ([LOGITS_WIDTH], {}, "prompt"),
         ([2**63], {}, "prompt"),
         ([True], {}, "prompt"),
         (["a"], {}, "prompt"),
         ("\udc97", {}, "prompt"),
-        (HELLO, {"stop_token_ids": (256,)}, "stop_token_ids"),
+        (HELLO, {"stop_token_ids": (LOGITS_WIDTH,)}, "stop_token_ids"),
         (HELLO, {"max_tokens": 2**40}, "max_tokens"),
     ],
 )

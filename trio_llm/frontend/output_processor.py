@@ -217,8 +217,7 @@ class OutputProcessor:
         for count, token_id in enumerate(token_ids, start=1):
             text = state.detokenizer.feed([token_id]) if count <= len(visible) else ""
             if state.num_tokens + count < state.request.params.min_tokens:
-                # Too early to end, by contract: this text is shown, and takes no part in a later match.
-                news.text += text
+                news.text += scanner.pass_through(text)  # too early to end, by contract
                 continue
             news.text += scanner.feed(text)
             if scanner.found is not None:

@@ -1,0 +1,98 @@
+"""Cancelling anything of AsyncLLM at any checkpoint leaves nothing behind, and the next request works."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+from tests.frontend.cancelling import cancel_at_every_checkpoint
+from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
+from trio_llm.errors import EngineGenerateError
+from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.sampling import SamplingParams
+
+PARAMS = SamplingParams(max_tokens=6)
+
+
+async def generate_to_the_end(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", PARAMS) as stream:
+        async for _ in stream:
+            pass
+
+
+async def generate_a_big_prompt(llm: AsyncLLM) -> None:
+    # Long enough to become tokens in a worker thread.
+    async with llm.generate("hello " * 900, SamplingParams(max_tokens=1)) as stream:
+        async for _ in stream:
+            pass
+
+
+async def leave_in_the_middle(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", SamplingParams(max_tokens=1000)) as stream:
+        await anext(stream)
+        await anext(stream)
+
+
+async def abort_by_id(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", SamplingParams(max_tokens=1000), request_id="x") as stream:
+        await anext(stream)
+        llm.abort("x")
+        async for _ in stream:
+            pass
+
+
+async def fail(llm: AsyncLLM) -> None:
+    with pytest.raises(EngineGenerateError):
+        async with llm.generate([7], PARAMS) as stream:
+            async for _ in stream:
+                pass
+
+
+async def two_side_by_side(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", PARAMS) as first, llm.generate("hello", PARAMS) as second:
+        await anext(first)
+        await anext(second)
+
+
+async def check_health(llm: AsyncLLM) -> None:
+    await llm.check_health()
+
+
+async def check_the_next_request(fake: FakeSetUp) -> None:
+    await fake.assert_nothing_is_left()
+    async with fake.llm.generate("hello", PARAMS) as stream:
+        assert [output async for output in stream][-1].outputs[0].finish_reason == "length"
+    await fake.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize(
+    ("work", "least"),
+    [
+        (generate_to_the_end, 5),
+        (generate_a_big_prompt, 3),
+        (leave_in_the_middle, 3),
+        (abort_by_id, 3),
+        (fail, 3),
+        (two_side_by_side, 4),
+        (check_health, 2),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+async def test_cancelling_at_every_checkpoint_leaves_nothing_behind(
+    work: Callable[[AsyncLLM], Awaitable[None]], least: int
+) -> None:
+    async with open_fake_llm(failing_row_prompt=7, num_blocks=200, max_model_len=6000) as fake:
+        num_checkpoints = await cancel_at_every_checkpoint(lambda: work(fake.llm), lambda: check_the_next_request(fake))
+
+        assert num_checkpoints >= least, "so few checkpoints that the work was hardly interrupted anywhere"
+
+
+async def test_leaving_open_llm_while_requests_run_ends_everything() -> None:
+    with trio.fail_after(30):
+        async with open_fake_llm() as fake, trio.open_nursery() as nursery:
+            for _ in range(5):
+                nursery.start_soon(leave_in_the_middle, fake.llm)
+            await trio.lowlevel.checkpoint()
+            nursery.cancel_scope.cancel()

@@ -1,0 +1,69 @@
+"""InputProcessor: what the caller leaves open is filled in; what does not fit the model is refused.
+
+Refusals of prompts are tested through `generate()`: tests/frontend/test_async_llm.py.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from trio_llm.errors import InvalidRequestError, PromptTooLongError
+from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
+from trio_llm.frontend.model_config import ModelConfig
+from trio_llm.sampling import SamplingParams
+
+MODEL = ModelConfig(
+    model_dir="/m",
+    max_model_len=100,
+    logits_width=50,
+    num_blocks=10,
+    block_size=32,
+    dtype="float32",
+    device="cpu",
+    eos_token_ids=(2,),
+    tasks=("generate",),
+)
+
+
+def test_max_tokens_left_open_is_the_rest_of_the_context() -> None:
+    request = InputProcessor(MODEL).process([1] * 30, SamplingParams(), request_id="r")
+
+    assert request.params.max_tokens == 70
+
+
+def test_prompt_and_answer_may_fill_the_context_and_no_more() -> None:
+    processor = InputProcessor(MODEL)
+
+    assert processor.process([1] * 30, SamplingParams(max_tokens=70), request_id="r").params.max_tokens == 70
+    with pytest.raises(PromptTooLongError, match=r"maximum context length is 100 .* 30 and max_tokens is 71"):
+        processor.process([1] * 30, SamplingParams(max_tokens=71), request_id="r")
+
+
+def test_min_tokens_over_the_rest_of_the_context_is_refused() -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        InputProcessor(MODEL).process([1] * 30, SamplingParams(min_tokens=71), request_id="r")
+
+    assert refused.value.param == "min_tokens"
+
+
+def test_a_seed_that_is_given_is_kept_and_others_differ() -> None:
+    processor = InputProcessor(MODEL)
+
+    assert processor.process([1], SamplingParams(seed=-7), request_id="r").params.seed == -7
+    seeds = {processor.process([1], SamplingParams(), request_id="r").params.seed for _ in range(20)}
+    assert len(seeds) == 20
+
+
+def test_internal_ids_of_one_caller_id_differ() -> None:
+    ids = {make_internal_id("same") for _ in range(100)}
+
+    assert len(ids) == 100
+    assert all(internal_id.startswith("same-") for internal_id in ids)
+
+
+@pytest.mark.parametrize("priority", [True, "1", 1.0, 2**63])
+def test_a_priority_that_is_no_64_bit_integer_is_refused(priority: int) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        InputProcessor(MODEL).process([1], SamplingParams(), request_id="r", priority=priority)
+
+    assert refused.value.param == "priority"
