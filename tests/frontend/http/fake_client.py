@@ -228,8 +228,8 @@ class _FakeStream:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await self.client.left(self)
         self.asked.left.set()
+        await self.client.left(self)
 
     def __aiter__(self) -> _FakeStream:
         return self

@@ -123,7 +123,7 @@ async def test_what_is_not_a_json_object_is_a_400(body: bytes) -> None:
         assert (await server.chat()).status == 200
 
 
-@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "json", "é"])
+@pytest.mark.parametrize("content_type", ["text/plain", "application/x-www-form-urlencoded", "json"])
 async def test_another_content_type_is_a_400_that_names_it(content_type: str) -> None:
     async with open_server(FakeClient()) as server:
         reply = await post(server, b'{"messages": [{"role": "user", "content": "Hi"}]}', {"content-type": content_type})

@@ -84,7 +84,8 @@ class ErrorReply:
 def reply_for(error: BaseException) -> ErrorReply:
     """The reply for any exception. An unexpected one tells nothing of the inside: its text is for the log."""
     if not isinstance(error, TrioLLMError):
-        return _reply(500, "internal server error; the log of the server has the cause", "server_error", None, [])
+        message = "internal server error; the log of the server has the cause"
+        return _reply(500, message, "server_error", None, [(b"x-should-retry", b"false")])
     headers: list[tuple[bytes, bytes]] = []
     if isinstance(error, MethodNotAllowedError):
         headers.append((b"allow", error.allow.encode("latin-1")))
