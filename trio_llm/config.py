@@ -67,7 +67,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     model: str | None = None
     """Directory in Hugging Face form; None: the embedded SmolLM2-135M-Instruct."""
     dtype: DType = "auto"
-    """auto: as the checkpoint says."""
+    """auto: as the checkpoint says, but float32 on a CPU that has no arithmetic for the checkpoint's 16-bit type."""
     device: Device = "auto"
     max_model_len: int | None = None
     """Tokens of prompt and answer together; None: what the model was trained for."""

@@ -81,6 +81,18 @@ def test_how_the_stream_is_cut_does_not_change_the_answer(
     assert capsys.readouterr().out == "né 🙂\n"
 
 
+def test_an_answer_cannot_steer_the_terminal(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers = [Answer([said("a\x1b[2Jb\x9b1mc\r\x07\n\td"), DONE]), HELLO]
+    type_lines(monkeypatch, "Hi?", "And now?")
+
+    run(["chat", server.url])
+
+    assert capsys.readouterr().out.startswith("a[2Jb1mc\n\td\n")
+    assert server.requests[1]["messages"][1]["content"] == "a\x1b[2Jb\x9b1mc\r\x07\n\td"
+
+
 @pytest.mark.parametrize(
     ("answer", "shown", "told"),
     [

@@ -6,12 +6,15 @@ at the prompt and Ctrl-C in an answer stay two things.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TextIO, TypeVar
+from typing import Any, Final, TextIO, TypeVar
 
 import msgspec
 import trio
@@ -21,8 +24,10 @@ from trio_llm.cli.sse import EventParser
 
 __all__ = ["ChatOptions", "Conversation", "ask", "run_chat", "wait_for_server"]
 
-_POLL_S = 0.25
+_POLL_S: Final = 0.25
 """Between two looks at a server that is loading."""
+_CONTROLS: Final = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
+"""What a model could steer the terminal with. Left out of what is shown, kept in what is sent back."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +76,7 @@ def run_chat(url: str, options: ChatOptions, *, question: str | None = None) -> 
     """
     address = Address.parse(url)
     conversation = Conversation(options)
+    _prepare_terminal()
     if not trio.run(_until_interrupted, partial(wait_for_server, address)):
         return 130
     if question is not None:
@@ -84,6 +90,16 @@ def run_chat(url: str, options: ChatOptions, *, question: str | None = None) -> 
                 # The chat goes on: the next question may work, and what was said so far is not lost.
                 print(f"trio-llm: {error}", file=sys.stderr)
     return 0
+
+
+def _prepare_terminal() -> None:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # A character that the terminal does not know must not end the chat.
+        sys.stdout.reconfigure(errors="replace")
+    if sys.stdin.isatty():
+        # Its import is its effect: `input` gets line editing and a history. Some builds of Python lack it.
+        with contextlib.suppress(ImportError):
+            importlib.import_module("readline")
 
 
 def _read_line() -> str | None:
@@ -103,7 +119,7 @@ def _answer(address: Address, conversation: Conversation, question: str) -> bool
 
     def show(text: str) -> None:
         pieces.append(text)
-        print(text, end="", flush=True)
+        print(text.translate(_CONTROLS), end="", flush=True)
 
     try:
         return trio.run(_until_interrupted, partial(ask, address, conversation.body(question), show))

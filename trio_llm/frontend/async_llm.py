@@ -362,8 +362,11 @@ class AsyncLLM(EngineClient):
         self._has_ready_message.set()
 
     def _on_dead(self, error: EngineDeadError) -> None:
-        self._dead_error = EngineStartupError(*error.args) if self._model_config is None else error
-        logger.error("the engine is dead: %s", error)
+        if self._model_config is None:
+            self._dead_error = EngineStartupError(*error.args)  # `wait_until_ready` raises it: no need to log
+        else:
+            self._dead_error = error
+            logger.error("the engine is dead: %s", error)
         self._utilities.fail_all(error)
         self._has_ready_message.set()
         self._settled.set()

@@ -24,6 +24,7 @@ class Exchange:
         **scope: object,
     ) -> None:
         self.sent: list[Message] = []
+        self.is_over = False
         self.shell = Shell(app, config or ServerConfig(), is_draining=lambda: is_draining)
         self.scope: Scope = {"type": "http", "http_version": "1.1", "headers": [], **scope}
         self.feed, self._messages = trio.open_memory_channel[Message](10)
@@ -32,6 +33,11 @@ class Exchange:
 
     async def run(self) -> None:
         await self.shell(self.scope, self._messages.receive, self._send)
+
+    async def feed_endlessly(self) -> None:
+        """Send pieces of a body until the exchange is over."""
+        while not self.is_over:
+            await self.feed.send({"type": "http.request", "body": b"x", "more_body": True})
 
     async def _send(self, message: Message) -> None:
         await trio.lowlevel.checkpoint()
@@ -42,6 +48,7 @@ class Exchange:
     async def after_last(self) -> None:
         """What the server does once it has the last message: it tells the app that the exchange is over."""
         await self.feed.send({"type": "http.disconnect"})
+        self.is_over = True
 
     @property
     def status(self) -> int:

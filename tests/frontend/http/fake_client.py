@@ -207,7 +207,7 @@ class _FakeStream:
         self.asked = asked
         self.script = list(script)
         self.aborted = trio.Event()
-        self.is_first = True
+        self.pause_ends: float | None = None
 
     @property
     def request_id(self) -> str:
@@ -245,6 +245,7 @@ class _FakeStream:
         return whole
 
     async def _next_delta(self) -> RequestOutput:
+        has_waited = False
         while True:
             if self.aborted.is_set():
                 return self._output("", [], End(finish_reason="abort"))
@@ -254,14 +255,19 @@ class _FakeStream:
             if isinstance(step, trio.Event):
                 await step.wait()
                 self.script.pop(0)
+                has_waited = True
             elif isinstance(step, Pause):
+                if self.pause_ends is None:
+                    self.pause_ends = trio.current_time() + step.seconds
+                await trio.sleep_until(self.pause_ends)  # cancelled and called again, it ends at the same time
                 self.script.pop(0)
-                await trio.sleep(step.seconds)
+                self.pause_ends = None
             elif step == HANG:
                 await self.aborted.wait()
             else:
                 break
-        await trio.lowlevel.checkpoint()
+        if not has_waited:
+            await trio.lowlevel.checkpoint()
         self.script.pop(0)
         if isinstance(step, Exception):
             raise step

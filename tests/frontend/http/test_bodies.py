@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import trio
 import trio.testing
@@ -76,6 +78,41 @@ async def test_a_body_that_never_ends_gets_its_413_and_a_closed_connection(monke
             assert await status_line(connection) == b"HTTP/1.1 413 "
 
         assert (await server.chat()).status == 200
+
+
+async def test_a_refused_body_that_goes_on_coming_does_not_block_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("not reached")
+
+    # The server's reader waits for room in the queue, and so does its announcement that the exchange is over.
+    monkeypatch.setattr(shell, "DRAIN_BYTES", 0)
+    exchange = Exchange(app, body=None, config=ServerConfig(max_body_bytes=10), headers=[(b"content-length", b"999")])
+    with trio.fail_after(BOUND_S):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(exchange.feed_endlessly)
+            await trio.testing.wait_all_tasks_blocked()
+            await exchange.run()
+            nursery.cancel_scope.cancel()
+
+    assert exchange.status == 413
+    assert exchange.headers[b"connection"] == b"close"
+
+
+async def test_refused_bodies_of_clients_that_leave_hold_no_descriptors() -> None:
+    def num_descriptors() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async with open_server(FakeClient(), max_body_bytes=1000) as server:
+        assert (await server.chat()).status == 200
+        before = num_descriptors()
+        for _ in range(20):
+            async with server.connect() as connection:
+                head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n"
+                await connection.send(head + b"z" * MIB)
+
+        with trio.fail_after(BOUND_S):
+            while num_descriptors() > before:
+                await trio.testing.wait_all_tasks_blocked()
 
 
 async def status_line(connection: Connection) -> bytes:

@@ -77,9 +77,9 @@ async def test_every_supported_field_reaches_the_engine() -> None:
 
 async def test_null_means_the_default_everywhere() -> None:
     client = FakeClient()
-    names = ("model", "stream", "stream_options", "temperature", "top_p", "top_k", "seed", "max_tokens", "stop", "n")
-    names += ("tools", "tool_choice", "logprobs", "top_logprobs", "logit_bias", "response_format", "request_id")
-    reply = await chat(client, **dict.fromkeys(names))
+    names = "model stream stream_options temperature top_p top_k seed max_tokens min_tokens stop stop_token_ids n "
+    names += "tools tool_choice logprobs top_logprobs logit_bias response_format request_id max_completion_tokens"
+    reply = await chat(client, **dict.fromkeys(names.split()))
 
     assert reply.status == 200
     assert client.asked[0].params == SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)

@@ -100,13 +100,14 @@ async def test_each_prompt_of_a_list_has_its_own_choice(prompts: list[Any]) -> N
     client = FakeClient(scripts=[(f"answer {i}", End()) for i in range(3)])
     reply = await complete(client, prompt=prompts, request_id="R")
 
-    # The prompts are admitted at once, in any order: what counts is that each answer stands at its own prompt.
-    script_of = {asked.request_id: index for index, asked in enumerate(client.asked)}
-    by_id = {asked.request_id: asked.prompt for asked in client.asked}
-    assert by_id == {f"R-{i}": prompt for i, prompt in enumerate(prompts)}
-    assert [choice["index"] for choice in reply.json["choices"]] == [0, 1, 2]
-    assert sorted(choice["text"] for choice in reply.json["choices"]) == ["answer 0", "answer 1", "answer 2"]
-    assert len(script_of) == 3
+    assert {asked.request_id: asked.prompt for asked in client.asked} == {
+        f"R-{index}": prompt for index, prompt in enumerate(prompts)
+    }
+    # They are admitted at once, in any order: each answer must stand at the prompt that got it.
+    given = {asked.request_id: f"answer {turn}" for turn, asked in enumerate(client.asked)}
+    assert [(choice["index"], choice["text"]) for choice in reply.json["choices"]] == [
+        (index, given[f"R-{index}"]) for index in range(3)
+    ]
     assert reply.json["usage"]["prompt_tokens"] == 15
 
 

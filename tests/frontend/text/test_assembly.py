@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -109,7 +111,7 @@ def test_how_outputs_are_cut_does_not_change_the_whole(texts: list[str], cuts: s
     def run(bounds: list[int]) -> tuple[list[Choice], Usage, list[Event]]:
         assembler = Assembler()
         events: list[Event] = []
-        for start, stop in zip(bounds, bounds[1:], strict=False):
+        for start, stop in pairwise(bounds):
             is_last = stop == len(texts)
             piece = output(
                 "".join(texts[start:stop]),

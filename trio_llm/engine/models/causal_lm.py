@@ -143,7 +143,7 @@ def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device) -> Ca
     """Read a model from a directory in Hugging Face form. Runs no code from it and reads no pickles.
 
     Args:
-        dtype: auto: as the checkpoint says.
+        dtype: auto: as the checkpoint says, but float32 on a processor that would only emulate its 16-bit type.
     Raises:
         EngineStartupError: the model is broken, or is one that we cannot run; one line that names MODEL.
     """
@@ -173,6 +173,8 @@ def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device) -> Ca
             f"MODEL {str(model_dir)!r}: its *.safetensors lack {len(missing)} of the model's weights, "
             f"for example {missing[0]}; download it again"
         )
+    if dtype == "auto" and device.type == "cpu" and not _has_fast_cpu_kernels(model.dtype):
+        model = model.to(torch.float32)  # exact, and several times faster than emulation; takes twice the memory
     try:
         model = model.to(device).eval().requires_grad_(False)
     except torch.OutOfMemoryError as error:
@@ -200,6 +202,15 @@ def _check_config(config: Any, model_dir: Path) -> None:
         raise _refuse(model_dir, f"it has layers of the kind {', '.join(sorted(strange))}")
     if kinds := _rope_types(config.to_dict()) & _BATCH_DEPENDENT_ROPE:
         raise _refuse(model_dir, f"its rotary embedding ({', '.join(sorted(kinds))}) depends on the whole batch")
+
+
+def _has_fast_cpu_kernels(dtype: torch.dtype) -> bool:
+    """oneDNN computes in this type on this processor; without that, torch falls back to loops of its own."""
+    if dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if dtype == torch.float16:
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return True
 
 
 def _rope_types(value: Any) -> set[str]:

@@ -85,7 +85,7 @@ class PrometheusStatLogger:
         self._num_prompt_tokens = 0
         self._num_cached_tokens = 0
         self._num_generation_tokens = 0
-        self._finished = dict.fromkeys(_FINISH_REASONS, 0)
+        self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._first_token_s = _Histogram(_FIRST_TOKEN_S)
         self._inter_token_s = _Histogram(_INTER_TOKEN_S)
         self._request_s = _Histogram(_REQUEST_S)
@@ -126,7 +126,7 @@ class PrometheusStatLogger:
 
     def _record_finished(self, finished: list[FinishedRequestStats]) -> None:
         for request in finished:
-            self._finished[request.finish_reason] += 1
+            self._finished[request.finish_reason] = self._finished.get(request.finish_reason, 0) + 1
         self._request_s.observe_many(request.e2e_latency_s for request in finished)
         self._prompt_sizes.observe_many(request.num_prompt_tokens for request in finished)
         self._answer_sizes.observe_many(request.num_output_tokens for request in finished)

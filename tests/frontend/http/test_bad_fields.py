@@ -1,0 +1,201 @@
+"""Every field with every kind of bad value: a 400 that names the field, and a server that goes on."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import trio
+
+from tests.frontend.http.fake_client import FakeClient
+from tests.frontend.http.server import CHAT, COMPLETION, Connection, open_server
+from trio_llm.frontend.http.openai.chat import MAX_MESSAGES, MAX_PARTS
+from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
+
+class Raw(str):
+    """JSON text that Python's encoder would not write."""
+
+
+NON_FINITE = [Raw("NaN"), Raw("-Infinity"), Raw("1e999")]
+NOT_NUMBERS: list[Any] = ["", "1", True, [], {}, [1]]
+NOT_TEXT: list[Any] = [1, 1.5, True, [], {}]
+NOT_BOOLS: list[Any] = ["", "true", 0, 1, 1.5, [], {}]
+HUGE = 2**64
+MANY_DIGITS = Raw("9" * 4000)
+
+SHARED: dict[str, list[Any]] = {
+    "model": NOT_TEXT,
+    "stream": NOT_BOOLS,
+    "stream_options": [1, "", True, [1]],
+    "temperature": [-1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "top_p": [-1, 0, 1.1, HUGE, *NOT_NUMBERS],
+    "top_k": [-1, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "seed": [2**63, -(2**63) - 1, HUGE, MANY_DIGITS, 1.5, *NOT_NUMBERS],
+    "max_tokens": [-1, 0, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "min_tokens": [-1, 1.5, HUGE, *NOT_NUMBERS],
+    "stop": ["", [""], [1], 1, 1.5, True, {}, ["a"] * (MAX_STOP_STRINGS + 1), "x" * 1025],
+    "stop_token_ids": [1, "", "1", {}, [-1], ["a"], [1.5], [True], [HUGE], [1] * (MAX_STOP_TOKEN_IDS + 1)],
+    "ignore_eos": NOT_BOOLS,
+    "include_stop_str_in_output": NOT_BOOLS,
+    "skip_special_tokens": NOT_BOOLS,
+    "request_id": [*NOT_TEXT, "", "a b", "a\n", "a" * 129, "é"],
+    "n": [0, -1, 2, 1.5, HUGE, *NOT_NUMBERS],
+    "best_of": [2, True],
+    "presence_penalty": [0.5, -3, HUGE, *NOT_NUMBERS],
+    "frequency_penalty": [0.5, *NOT_NUMBERS],
+    "repetition_penalty": [0, 1.1, *NOT_NUMBERS],
+    "min_p": [0.1, -1, *NOT_NUMBERS],
+    "logit_bias": [{"1": 1}, [], "", 1],
+    "bad_words": [["a"], "", 1],
+    "allowed_token_ids": [[], [1], 1],
+    "logprob_token_ids": [[1]],
+    "prompt_logprobs": [0, 1, -1],
+    "prompt_embeds": ["", "x"],
+    "use_beam_search": [True, 0, 1],
+    "response_format": [{}, {"type": "json_object"}, {"type": "json_schema"}, "", 1],
+    "structured_outputs": [{}, {"json": {}}],
+    "guided_json": [{}],
+    "echo": [True, 0],
+    "return_token_ids": [True],
+    "priority": [1, -1, HUGE],
+    "cache_salt": ["", "x"],
+}
+CHAT_ONLY: dict[str, list[Any]] = {
+    "messages": [None, [], "", 1, {}, True, [CHAT["messages"][0]] * (MAX_MESSAGES + 1)],
+    "max_completion_tokens": [-1, 0, 1.5, HUGE, *NOT_NUMBERS],
+    "logprobs": NOT_BOOLS,
+    "top_logprobs": [-1, 1, 21, 1.5, HUGE, "", "1", True],
+    "tools": [[], [{"type": "function"}], "", 1],
+    "tool_choice": ["required", {"type": "function"}, "", 1],
+    "chat_template": ["{{ 1 }}"],
+    "chat_template_kwargs": [[], "", 1, {str(index): 1 for index in range(65)}],
+    "add_generation_prompt": NOT_BOOLS,
+    "continue_final_message": NOT_BOOLS,
+    "add_special_tokens": [True],
+}
+COMPLETION_ONLY: dict[str, list[Any]] = {
+    "logprobs": [-1, 21, 1.5, HUGE, *NOT_NUMBERS],
+    "suffix": ["x", 1],
+    "add_special_tokens": NOT_BOOLS,
+}
+
+
+def cases(table: dict[str, list[Any]]) -> Iterator[tuple[str, Any]]:
+    for name, values in table.items():
+        yield from ((name, value) for value in values)
+        yield from ((name, value) for value in NON_FINITE)
+
+
+def encode(base: dict[str, Any], name: str, value: Any) -> bytes:
+    """The base request with one field set. Raw values go in as they are."""
+    text = json.dumps({**base, name: None} | ({} if isinstance(value, Raw) else {name: value}))
+    if isinstance(value, Raw):
+        text = text.replace(f'"{name}": null', f'"{name}": {value}')
+    return text.encode()
+
+
+async def post(connection: Connection, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
+    await connection.request("POST", path, body, {"content-type": "application/json"})
+    reply = await connection.reply()
+    return reply.status, reply.json.get("error", {})
+
+
+@pytest.mark.parametrize(
+    ("path", "base", "table"),
+    [
+        ("/v1/chat/completions", CHAT, SHARED | CHAT_ONLY),
+        ("/v1/completions", COMPLETION, SHARED | COMPLETION_ONLY),
+    ],
+)
+async def test_a_bad_value_is_a_400_that_names_its_field(
+    path: str, base: dict[str, Any], table: dict[str, list[Any]]
+) -> None:
+    client = FakeClient()
+    async with open_server(client) as server, server.connect() as connection:
+        for name, value in cases(table):
+            status, error = await post(connection, path, encode(base, name, value))
+
+            shown = f"{name}={str(value)[:50]}"
+            assert status == 400, shown
+            assert error["type"] == "invalid_request_error", shown
+            assert error["param"] is not None, shown
+            assert error["param"].split(".")[0] == name, shown
+            assert len(error["message"]) < 500, shown
+            assert client.asked == [], shown
+        assert (await post(connection, path, json.dumps(base).encode()))[0] == 200
+
+
+MESSAGES: list[tuple[Any, str]] = [
+    (None, "messages.0"),
+    ("hi", "messages.0"),
+    ({}, "messages.0.role"),
+    ({"role": "user"}, "messages.0.content"),
+    ({"role": "user", "content": None}, "messages.0.content"),
+    ({"role": "user", "content": 1}, "messages.0.content"),
+    ({"role": "user", "content": {}}, "messages.0.content"),
+    ({"role": "nobody", "content": "x"}, "messages.0.role"),
+    ({"role": ["user"], "content": "x"}, "messages.0.role"),
+    ({"role": "user", "content": [1]}, "messages.0.content.0"),
+    ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text"}]}, "messages.0.content.1.text"),
+    ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages.0.content.0.type"),
+    ({"role": "user", "content": ["a"] * (MAX_PARTS + 1)}, "messages.0.content"),
+    ({"role": "user", "content": "x", "name": 1}, "messages.0.name"),
+    ({"role": "assistant", "content": "x", "tool_calls": [{}]}, "messages.0.tool_calls"),
+]
+
+
+async def test_a_bad_message_is_a_400_that_names_its_place() -> None:
+    async with open_server(FakeClient()) as server, server.connect() as connection:
+        for message, param in MESSAGES:
+            body = json.dumps({"messages": [message]}).encode()
+            status, error = await post(connection, "/v1/chat/completions", body)
+
+            assert (status, error["param"]) == (400, param), message
+
+
+PAIRS: list[tuple[dict[str, Any], str]] = [
+    ({"stream_options": {}}, "stream_options"),
+    ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"top_logprobs": 3}, "top_logprobs"),
+    ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
+    ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), PAIRS)
+async def test_fields_that_do_not_go_together_are_a_400(fields: dict[str, Any], param: str) -> None:
+    async with open_server(FakeClient()) as server:
+        reply = await server.chat(**fields)
+
+    assert (reply.status, reply.error["param"]) == (400, param)
+
+
+async def test_at_most_ten_problems_are_listed() -> None:
+    async with open_server(FakeClient()) as server:
+        reply = await server.chat(stop_token_ids=["a"] * 100)
+
+    assert reply.status == 400
+    assert reply.error["message"].count(";") == 10
+    assert reply.error["message"].endswith("and 90 more")
+
+
+async def test_long_input_is_quoted_shortly_and_in_ascii() -> None:
+    async with open_server(FakeClient()) as server:
+        reply = await server.chat(temperature="é" * 100_000)
+
+    assert reply.status == 400
+    assert len(reply.error["message"]) < 300
+    assert reply.error["message"].isascii()
+
+
+async def test_a_huge_list_is_refused_by_its_length() -> None:
+    async with open_server(FakeClient()) as server:
+        for field in ("stop_token_ids", "stop", "allowed_token_ids", "messages"):
+            with trio.fail_after(10):
+                reply = await server.chat(**{field: [1] * 200_000})
+            assert (reply.status, reply.error["param"]) == (400, field)

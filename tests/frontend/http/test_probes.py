@@ -1,0 +1,206 @@
+"""/health, /version, /metrics, /v1/models, /openapi.json, and paths that are not there."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+import trio.testing
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.frontend.http.exchange import Exchange
+from tests.frontend.http.fake_client import FakeClient
+from tests.frontend.http.server import Reply, open_server
+from trio_llm.config import EngineConfig, ServerConfig
+from trio_llm.errors import EngineDeadError, EngineUnavailableError
+from trio_llm.frontend.http.app import create_app
+from trio_llm.frontend.http.model_names import model_names
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.status import EngineState, EngineStatus
+from trio_llm.version import __version__
+
+
+async def get(client: FakeClient, path: str) -> Reply:
+    async with open_server(client) as server:
+        return await server.call("GET", path)
+
+
+# -------------------------------------------------------------------------------------------- health
+
+
+async def test_a_ready_engine_that_answers_is_healthy() -> None:
+    reply = await get(FakeClient(), "/health")
+
+    assert (reply.status, reply.json) == (200, {"status": "ready"})
+
+
+async def test_while_loading_health_tells_how_far_it_is() -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state="loading", phase="load", done=3, total=10, elapsed_s=1.23456)
+    reply = await get(client, "/health")
+
+    assert reply.status == 503
+    assert reply.json == {
+        "status": "loading",
+        "phase": "load",
+        "done": 3,
+        "total": 10,
+        "elapsed_s": 1.235,
+        "reason": None,
+    }
+    assert int(reply.headers["retry-after"]) > 0
+
+
+async def test_a_dead_engine_is_unhealthy_and_the_reason_is_told() -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state="dead", reason="CUDA error")
+    reply = await get(client, "/health")
+
+    assert (reply.status, reply.json["status"], reply.json["reason"]) == (503, "dead", "CUDA error")
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(EngineDeadError("gone"), "dead"), (EngineUnavailableError("not yet"), "loading")],
+)
+async def test_an_engine_that_fails_the_round_trip_is_unhealthy(error: Exception, status: str) -> None:
+    client = FakeClient()
+    client.health = error
+    reply = await get(client, "/health")
+
+    assert (reply.status, reply.json["status"], reply.json["reason"]) == (503, status, str(error))
+
+
+async def test_an_engine_that_does_not_answer_is_stalled(autojump_clock: trio.testing.MockClock) -> None:
+    client = FakeClient()
+    client.health = trio.Event()
+    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path="/health")
+    await exchange.run()
+
+    assert exchange.status == 503
+    assert b'"status":"stalled"' in exchange.body
+
+
+# -------------------------------------------------------------------------------- while not ready
+
+
+@pytest.mark.parametrize("state", ["loading", "draining", "dead"])
+async def test_work_is_refused_with_a_503_unless_the_engine_is_ready(state: EngineState) -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state=state)
+    async with open_server(client) as server:
+        replies = [await server.chat(), await server.complete(), await server.chat(stream=True)]
+        replies.append(await server.call("GET", "/v1/models"))
+
+    assert [reply.status for reply in replies] == [503] * 4
+    for reply in replies:
+        assert ("retry-after" in reply.headers) == (state != "dead")
+        assert reply.error["type"] == "server_error"
+
+
+async def test_version_and_metrics_answer_while_loading() -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state="loading")
+    async with open_server(client, metrics=PrometheusStatLogger("tiny")) as server:
+        version = await server.call("GET", "/version")
+        metrics = [await server.call("GET", path) for path in ("/metrics", "/metrics/")]
+
+    assert (version.status, version.json) == (200, {"version": __version__})
+    assert [reply.status for reply in metrics] == [200, 200]
+
+
+# -------------------------------------------------------------------------------------------- metrics
+
+
+async def test_metrics_can_be_parsed_and_hold_what_was_recorded() -> None:
+    metrics = PrometheusStatLogger("tiny")
+    metrics.record(None, IterationStats(num_generation_tokens=5))
+    async with open_server(FakeClient(), metrics=metrics) as server:
+        plain = await server.call("GET", "/metrics")
+        wanted = {"accept": "application/openmetrics-text; version=1.0.0"}
+        open_metrics = await server.call("GET", "/metrics", headers=wanted)
+
+    families = {family.name: family for family in text_string_to_metric_families(plain.body.decode())}
+    assert families["vllm:generation_tokens"].samples[0].value == 5
+    assert plain.headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert open_metrics.headers["content-type"].startswith("application/openmetrics-text")
+
+
+async def test_without_statistics_there_is_no_metrics_path() -> None:
+    assert (await get(FakeClient(), "/metrics")).status == 404
+
+
+# --------------------------------------------------------------------------------------------- models
+
+
+async def test_every_served_name_is_a_model() -> None:
+    async with open_server(FakeClient(), served_model_names=("one", "org/two")) as server:
+        listed = await server.call("GET", "/v1/models")
+        two = await server.call("GET", "/v1/models/org/two")
+        three = await server.call("GET", "/v1/models/three")
+
+    assert [card["id"] for card in listed.json["data"]] == ["one", "org/two"]
+    assert listed.json["object"] == "list"
+    card = two.json
+    assert isinstance(card.pop("created"), int)
+    assert card == {
+        "id": "org/two",
+        "object": "model",
+        "owned_by": "trio_llm",
+        "root": "org/two",
+        "parent": None,
+        "max_model_len": 4096,
+        "permission": [],
+    }
+    assert (three.status, three.error["param"]) == (404, "model")
+
+
+def test_a_model_without_given_names_has_that_of_its_directory(tmp_path: object) -> None:
+    assert model_names(EngineConfig(), ServerConfig()) == ("SmolLM2-135M-Instruct",)
+    assert model_names(EngineConfig(model=str(tmp_path)), ServerConfig())[0] in str(tmp_path)
+    assert model_names(EngineConfig(model=f"{tmp_path}/"), ServerConfig(served_model_names=("a",))) == ("a",)
+
+
+# ---------------------------------------------------------------------------------------------- paths
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/models/", "/v1/chat/completions/", "/docs", "/%ff%00", "//"])
+async def test_a_path_that_is_not_there_is_a_404_in_the_shape_of_errors(path: str) -> None:
+    reply = await get(FakeClient(), path)
+
+    assert (reply.status, reply.error["type"], reply.error["param"]) == (404, "not_found_error", None)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allow"),
+    [
+        ("GET", "/v1/chat/completions", "POST"),
+        ("DELETE", "/v1/completions", "POST"),
+        ("POST", "/v1/models", "GET, HEAD"),
+        ("POST", "/health", "GET, HEAD"),
+    ],
+)
+async def test_a_wrong_method_is_a_405_that_lists_the_right_ones(method: str, path: str, allow: str) -> None:
+    async with open_server(FakeClient()) as server:
+        reply = await server.call(method, path)
+
+    assert (reply.status, reply.error["type"]) == (405, "invalid_request_error")
+    assert reply.headers["allow"] == allow
+
+
+async def test_the_openapi_document_describes_every_path_and_resolves() -> None:
+    reply = await get(FakeClient(), "/openapi.json")
+
+    document = reply.json
+    assert set(document["paths"]) == {
+        "/v1/chat/completions",
+        "/v1/completions",
+        "/v1/models",
+        "/v1/models/{name}",
+        "/health",
+        "/version",
+        "/metrics",
+    }
+    references = [part.split('"')[0] for part in reply.body.decode().split('"$ref":"#/components/schemas/')[1:]]
+    assert set(references) <= set(document["components"]["schemas"])
+    assert {"ChatRequest", "CompletionRequest", "Error"} <= set(references)
