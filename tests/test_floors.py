@@ -23,6 +23,7 @@ MAX_FUNCTION_LINES: Final = 80
 
 ENVIRONMENT: Final = {
     "trio_llm.config": "the one reader",
+    "trio_llm.engine.process": "sets what OpenMP reads when torch is imported, unless the operator has set it",
 }
 """Modules that may touch os.environ, and why. An entry that is not needed any more is a complaint, too."""
 

@@ -34,21 +34,24 @@ def make_sequence(name: str, prompt: list[int], params: SamplingParams = GREEDY,
     return Sequence(request_id=name, token_ids=list(prompt), num_prompt_tokens=len(prompt), params=params, **settings)
 
 
-def answers(
-    executor: TorchExecutor, sequences: list[Sequence], *, budget: int = 512, num_blocks: int | None = None
-) -> list[list[int]]:
-    """Run sequences to their end, together; what was generated for each."""
+def make_scheduler(executor: TorchExecutor, *, budget: int = 512, num_blocks: int | None = None) -> Scheduler:
     info = executor.info
-    scheduler = Scheduler(
+    num_blocks = num_blocks or info.num_blocks
+    return Scheduler(
         SchedulerLimits(
-            num_blocks=num_blocks or info.num_blocks,
+            num_blocks=num_blocks,
             block_size=info.block_size,
             max_num_seqs=8,
             max_num_batched_tokens=budget,
-            max_model_len=min(info.max_model_len, (num_blocks or info.num_blocks) * info.block_size),
+            max_model_len=min(info.max_model_len, num_blocks * info.block_size),
             eos_token_ids=info.eos_token_ids,
         )
     )
+
+
+def answers(executor: TorchExecutor, sequences: list[Sequence], scheduler: Scheduler | None = None) -> list[list[int]]:
+    """Run sequences to their end, together; what was generated for each."""
+    scheduler = scheduler or make_scheduler(executor)
     for sequence in sequences:
         scheduler.add(sequence)
     for _ in range(2000):
@@ -85,7 +88,11 @@ def test_greedy_answers_are_those_of_transformers_whole_and_in_chunks(kind: str,
     executor = load(folder)
 
     whole = answers(executor, [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)])
-    chunked = answers(executor, [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)], budget=11)
+    chunked = answers(
+        executor,
+        [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)],
+        make_scheduler(executor, budget=11),
+    )
 
     assert whole == expected
     assert chunked == expected
@@ -98,8 +105,10 @@ def test_a_preempted_sequence_ends_with_the_same_tokens(executor: TorchExecutor)
         return [make_sequence(str(i), make_prompt(30 + i), params) for i in range(4)]
 
     roomy = answers(executor, fresh())
-    tight = answers(executor, fresh(), num_blocks=6)
+    scheduler = make_scheduler(executor, num_blocks=6)
+    tight = answers(executor, fresh(), scheduler)
 
+    assert scheduler.stats().num_preempted > 0
     assert tight == roomy
 
 
@@ -111,7 +120,9 @@ def test_sampled_tokens_follow_from_the_seed_whatever_else_is_in_the_batch(
     alone = answers(executor, [make_sequence("a", make_prompt(40), params)])[0]
 
     others = [make_sequence(str(i), make_prompt(10 + i), SamplingParams(seed=i, max_tokens=40)) for i in range(5)]
-    together = answers(executor, [*others, make_sequence("b", make_prompt(40), params)], budget=budget)[-1]
+    together = answers(
+        executor, [*others, make_sequence("b", make_prompt(40), params)], make_scheduler(executor, budget=budget)
+    )[-1]
     other_seed = answers(
         executor, [make_sequence("c", make_prompt(40), SamplingParams(seed=12, max_tokens=MAX_TOKENS, ignore_eos=True))]
     )[0]
@@ -275,7 +286,7 @@ def test_a_model_that_cannot_be_served_is_refused_with_one_line_that_names_it(fa
 def test_a_model_without_attention_is_refused(tmp_path: Path) -> None:
     folder = save_model(tmp_path, mamba_config())
 
-    with pytest.raises(EngineStartupError, match="MODEL .* cannot be served"):
+    with pytest.raises(EngineStartupError, match=r"MODEL .* cannot be served"):
         load(folder)
 
 

@@ -118,15 +118,19 @@ class FakeClient(EngineClient):
 
     @property
     def model_config(self) -> ModelConfig:
-        self.check_admission()
+        self._check_loaded()
         return MODEL_CONFIG
 
     @property
     def renderer(self) -> Renderer:
-        self.check_admission()
+        self._check_loaded()
         fake: Any = FakeRenderer()
         renderer: Renderer = fake
         return renderer
+
+    def _check_loaded(self) -> None:
+        if self.state.state == "loading":
+            raise EngineUnavailableError("the engine is loading", retry_after_s=3)
 
     @property
     def input_processor(self) -> InputProcessor:

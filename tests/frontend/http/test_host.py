@@ -16,6 +16,7 @@ from tests.frontend.http.fake_client import HANG, End, FakeClient
 from tests.frontend.http.server import BOUND_S, CHAT, Connection, open_server
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ConfigError
+from trio_llm.frontend.http import host
 from trio_llm.frontend.http.host import open_listeners, serve, stop_on_signals
 from trio_llm.frontend.status import EngineStatus
 
@@ -41,10 +42,10 @@ def test_a_port_is_free_again_after_closing() -> None:
     open_listeners(ServerConfig(port=port)).close()
 
 
-@pytest.mark.parametrize("host", ["no-such-host.invalid", "192.0.2.1"])
-def test_a_host_that_is_not_ours_is_an_error_that_names_the_flag(host: str) -> None:
-    with pytest.raises(ConfigError, match=f"--host {host}"):
-        open_listeners(ServerConfig(host=host, port=0, allow_unauthenticated=True))
+@pytest.mark.parametrize("name", ["no-such-host.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_ours_is_an_error_that_names_the_flag(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--host {name}"):
+        open_listeners(ServerConfig(host=name, port=0, allow_unauthenticated=True))
 
 
 def test_accepted_connections_inherit_a_limit_for_clients_that_do_not_read() -> None:
@@ -154,6 +155,24 @@ async def test_cancelling_the_server_aborts_what_runs() -> None:
 
     assert client.asked[0].left.is_set()
     assert client.state == EngineStatus(state="ready")
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "ENDING_S", 0.01)
+    monkeypatch.setattr(host, "CLOSING_S", 0.01)
+    client = FakeClient(*["word" * 10_000] * 1000, HANG)
+    with trio.fail_after(BOUND_S):
+        async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
+            await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+            await client.entered.wait()
+            await trio.testing.wait_all_tasks_blocked(cushion=0.05)  # until the server blocks in a send
+            assert len(client.running[0].script) > 1, "the kernel has taken everything"
+            if how == "stop":
+                server.stop.set()
+                await server.stopped.wait()
+
+    assert client.running == []
 
 
 async def test_the_first_signal_asks_to_stop() -> None:

@@ -90,12 +90,19 @@ async def test_work_is_refused_with_a_503_unless_the_engine_is_ready(state: Engi
     client.state = EngineStatus(state=state)
     async with open_server(client) as server:
         replies = [await server.chat(), await server.complete(), await server.chat(stream=True)]
-        replies.append(await server.call("GET", "/v1/models"))
 
-    assert [reply.status for reply in replies] == [503] * 4
+    assert [reply.status for reply in replies] == [503] * 3
     for reply in replies:
         assert ("retry-after" in reply.headers) == (state != "dead")
         assert reply.error["type"] == "server_error"
+
+
+async def test_while_loading_there_are_no_models_yet() -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state="loading")
+    reply = await get(client, "/v1/models")
+
+    assert (reply.status, reply.headers["retry-after"]) == (503, "3")
 
 
 async def test_version_and_metrics_answer_while_loading() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+import httpx
 import pytest
 import trio
 import trio.testing
@@ -217,6 +218,18 @@ async def test_http_2_is_refused_with_a_505() -> None:
 
     assert exchange.status == 505
     assert b"HTTP/1.1" in exchange.body
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+async def test_a_real_client_of_http_2_reads_its_505(is_draining: bool) -> None:
+    client = FakeClient()
+    if is_draining:
+        client.drain()
+    async with open_server(client) as server, httpx.AsyncClient(http1=False, http2=True) as http:
+        reply = await http.post(f"{server.url}/v1/chat/completions", json={"messages": []})
+
+    assert (reply.http_version, reply.status_code) == ("HTTP/2", 505)
+    assert reply.json()["error"]["code"] == 505
 
 
 async def test_a_websocket_is_refused() -> None:

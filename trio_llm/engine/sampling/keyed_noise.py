@@ -38,7 +38,7 @@ def gumbel_noise(keys: Sequence[int], token_ids: Tensor) -> Tensor:
     bits = _mix32(_mix32(token_ids * _signed32(0x9E3779B1)) ^ low)  # the inner hash is shared by the rows
     bits = _mix32(bits.add_(high))
     # An exponential variable from v in (0, 1): small v, which win the race, keep full precision.
-    v = bits.to(torch.float32).mul_(2.0**-32).add_(0.5 + 2.0**-33).clamp_(2.0**-33, _LARGEST_BELOW_ONE)
+    v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(2.0**-31).add_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
     return v.neg_().log1p_().neg_().log_().neg_()
 
 

@@ -12,20 +12,18 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from functools import partial
 from types import TracebackType
 
-import hypercorn.trio
 import trio
-from hypercorn.config import Config as HypercornConfig
-from hypercorn.config import Sockets
 
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ConfigError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.http.app import App, create_app
+from trio_llm.frontend.http.connections import Connections
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 
 __all__ = ["Listeners", "hard_exit_after", "open_listeners", "serve", "stop_on_signals"]
@@ -38,9 +36,7 @@ SEND_STALL_S = 30
 ENDING_S = 2.0
 """Time that aborted requests get, after the drain, to write their last event."""
 CLOSING_S = 1.0
-"""Time that handlers get after that; then they are cancelled."""
-KEEP_ALIVE_S = 75.0
-"""An idle connection is kept for so long: longer than load balancers keep theirs."""
+"""Time that connections get after that; then they are closed by force."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +113,37 @@ async def serve(
     stop = trio.Event() if stop is None else stop
     with unwrap_single(), listeners or open_listeners(config) as taken:
         app = create_app(client, config, metrics)
-        closing = trio.Event()
-        host = partial(hypercorn.trio.serve, app, _hypercorn_config(taken), shutdown_trigger=closing.wait, mode="asgi")
+        connections = Connections(app)
         async with trio.open_nursery() as nursery:
-            await nursery.start(host)
-            task_status.started(taken.urls)
-            await app.preload()
-            await stop.wait()
-            await _drain(client, app, config.drain_timeout_s)
-            closing.set()
+            try:
+                accepting = await nursery.start(_accept, taken, connections.handle, nursery)
+                task_status.started(taken.urls)
+                await app.preload()
+                await stop.wait()
+                await _drain(client, app, config.drain_timeout_s)
+                accepting.cancel(reason="the server has stopped")
+                await connections.close_idle()
+                with trio.move_on_after(CLOSING_S) as closing:
+                    await connections.wait_none_open()
+                if closing.cancelled_caught:
+                    _logger.warning("some clients do not take their answers; their connections are closed by force")
+            finally:
+                nursery.cancel_scope.cancel(reason="the server has stopped")
+                connections.close_by_force()
+
+
+async def _accept(
+    listeners: Listeners,
+    handle: Callable[[trio.SocketStream], Awaitable[None]],
+    nursery: trio.Nursery,
+    *,
+    task_status: trio.TaskStatus[trio.CancelScope],
+) -> None:
+    """Accept until the scope that it starts with is cancelled; connections live on in `nursery`."""
+    with trio.CancelScope() as scope:
+        sockets = [trio.SocketListener(trio.socket.from_stdlib_socket(one)) for one in listeners.sockets]
+        task_status.started(scope)
+        await trio.serve_listeners(handle, sockets, handler_nursery=nursery)
 
 
 async def stop_on_signals(stop: trio.Event) -> None:
@@ -160,35 +178,6 @@ async def _drain(client: EngineClient, app: App, timeout_s: float) -> None:
         _logger.warning("%d requests were unfinished after %g s of draining and were ended", count, timeout_s)
     with trio.move_on_after(ENDING_S):
         await app.wait_idle()
-
-
-# ------------------------------------------------------------------------------------ Hypercorn
-
-
-class _Config(HypercornConfig):
-    """Hypercorn's settings, with sockets that exist already."""
-
-    def __init__(self, listeners: Listeners) -> None:
-        self._listeners = listeners
-
-    def create_sockets(self) -> Sockets:
-        return Sockets([], list(self._listeners.sockets), [])
-
-
-def _hypercorn_config(listeners: Listeners) -> _Config:
-    config = _Config(listeners)
-    config.accesslog = None
-    config.errorlog = logging.getLogger("trio_llm.hypercorn")
-    config.loglevel = "WARNING"
-    config.include_server_header = False
-    config.include_date_header = False
-    config.backlog = BACKLOG
-    config.keep_alive_max_requests = sys.maxsize
-    config.keep_alive_timeout = KEEP_ALIVE_S
-    config.graceful_timeout = CLOSING_S
-    # A limit on receiving would cut streams: their clients send nothing while they read.
-    config.read_timeout = None
-    return config
 
 
 def _set_options(listener: socket.socket) -> None:

@@ -115,7 +115,7 @@ class _Exchange:
     async def run(self, app: ASGIApp, config: ServerConfig) -> None:
         try:
             self._body = await self._read_body(config)
-            if self._scope["http_version"].startswith("2"):
+            if self._is_http_2:
                 # Hypercorn buffers HTTP/2 without bound for a client that does not read.
                 raise HttpVersionError(self._scope["http_version"])
             if not self._has_gone.is_set():
@@ -124,6 +124,10 @@ class _Exchange:
             self._answer_error(error)
         if not self._has_gone.is_set():
             await self._finish()
+
+    @property
+    def _is_http_2(self) -> bool:
+        return str(self._scope["http_version"]).startswith("2")
 
     # -------------------------------------------------------------------------------------- reading
 
@@ -219,7 +223,8 @@ class _Exchange:
         names = {name for name, _ in headers}
         if b"x-request-id" not in names:
             headers.append((b"x-request-id", self._request_id.encode("latin-1")))
-        if (self._is_draining() or self._body_left) and b"connection" not in names:
+        is_last = self._is_draining() or self._body_left
+        if is_last and b"connection" not in names and not self._is_http_2:  # which has no such header
             headers.append((b"connection", b"close"))
         return {**message, "headers": headers}
 

@@ -1,0 +1,74 @@
+"""top-k and top-p keep what transformers' processors keep."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import TopKLogitsWarper, TopPLogitsWarper
+
+from trio_llm.engine.sampling.filters import filter_threshold
+
+
+def kept(logits: torch.Tensor, top_k: list[int], top_p: list[float]) -> torch.Tensor:
+    return logits >= filter_threshold(logits, torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float32))
+
+
+def kept_by_transformers(logits: torch.Tensor, top_k: int, top_p: float) -> torch.Tensor:
+    row = logits.unsqueeze(0).double()  # its sums start at the unlikely end, and lose more in float32
+    if top_k:
+        row = TopKLogitsWarper(top_k)(None, row)
+    if top_p < 1:
+        row = TopPLogitsWarper(top_p)(None, row)
+    return row[0] > float("-inf")
+
+
+ROW = st.tuples(
+    st.sampled_from([0, 1, 2, 50, 1023, 1024, 1025, 2900]),
+    st.sampled_from([0.01, 0.3, 0.9, 0.99, 0.9999, 1.0]),
+    st.sampled_from([0.2, 1.0, 5.0]),
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(rows=st.lists(ROW, min_size=1, max_size=4), seed=st.integers(0, 2**31))
+def test_masks_equal_those_of_transformers_for_peaked_and_flat_rows(
+    rows: list[tuple[int, float, float]], seed: int
+) -> None:
+    torch.manual_seed(seed)
+    spread = torch.tensor([spread for _, _, spread in rows]).unsqueeze(1)
+    logits = torch.randn(len(rows), 3000) * spread
+
+    found = kept(logits, [k for k, _, _ in rows], [p for _, p, _ in rows])
+
+    for i, (top_k, top_p, _) in enumerate(rows):
+        expected = kept_by_transformers(logits[i], top_k, top_p)
+        # A sum may fall on the other side of p by rounding: one token more or less at the edge.
+        assert (found[i] ^ expected).sum() <= 1, (top_k, top_p)
+        assert found[i].any()
+
+
+def test_what_a_row_keeps_does_not_depend_on_the_other_rows() -> None:
+    torch.manual_seed(1)
+    logits = torch.randn(6, 3000).mul_(8).round_().div_(8)  # many equal values, as in bfloat16
+    top_k, top_p = [5, 0, 2000, 40, 0, 1], [1.0, 0.95, 0.9, 0.5, 0.2, 1.0]
+
+    together = kept(logits, top_k, top_p)
+
+    for i in range(6):
+        assert torch.equal(together[i], kept(logits[i : i + 1], top_k[i : i + 1], top_p[i : i + 1])[0])
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(2, 1.0), (0, 0.6), (2, 0.5)])
+def test_tokens_of_equal_logits_stay_together(top_k: int, top_p: float) -> None:
+    logits = torch.tensor([[0.0, 2.0, 2.0, 2.0, 2.0, -1.0]])
+
+    assert kept(logits, [top_k], [top_p]).tolist() == [[False, True, True, True, True, False]]
+
+
+def test_a_row_with_banned_tokens_keeps_only_others() -> None:
+    logits = torch.tensor([[float("-inf"), 1.0, 0.5, float("-inf")]])
+
+    assert kept(logits, [2], [1.0]).tolist() == [[False, True, True, False]]
+    assert kept(logits, [0], [0.99]).tolist() == [[False, True, True, False]]

@@ -1,0 +1,188 @@
+"""The sampler: right distributions, rows independent of each other, faults kept to their row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trio_llm.engine.executor.base import RowError, SampledToken
+from trio_llm.engine.sampling.sampler import SamplingRow, sample, sampling_row
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.sampling import SamplingParams
+
+CHI_SQUARE_LIMIT = {3: 21.1, 9: 33.7}  # one in ten thousand, by degrees of freedom
+
+
+def row(seed: int = 0, position: int = 0, banned: frozenset[int] = frozenset(), **params: Any) -> SamplingRow:
+    return SamplingRow(SamplingParams(**params), seed, position, banned)
+
+
+def token_of(result: SampledToken | RowError) -> int:
+    assert isinstance(result, SampledToken)
+    return result.token_id
+
+
+def draw_many(logits: list[float], count: int = 4000, **params: Any) -> torch.Tensor:
+    """How often each token came, over seeds and positions."""
+    rows = [row(seed=i // 50, position=i % 50, **params) for i in range(count)]
+    results = sample(torch.tensor([logits]).expand(count, -1), rows)
+    return torch.bincount(torch.tensor([token_of(result) for result in results]), minlength=len(logits)).double()
+
+
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    expected = probabilities.double() * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_draws_follow_the_softmax_of_the_logits_over_temperature(temperature: float) -> None:
+    logits = [0.3 * i for i in range(10)]
+
+    counts = draw_many(logits, temperature=temperature)
+
+    assert chi_square(counts, torch.softmax(torch.tensor(logits) / temperature, 0)) < CHI_SQUARE_LIMIT[9]
+
+
+@pytest.mark.parametrize("params", [{"top_k": 4}, {"top_p": 0.75}, {"top_k": 6, "top_p": 0.85}])
+def test_draws_after_top_k_and_top_p_follow_what_they_leave(params: dict[str, Any]) -> None:
+    logits = torch.tensor([0.1, 0.4, 0.5, 0.6, 1.9, 2.0, 2.1, 2.2])
+    # of the four large ones: 22, 24, 27 and 30 hundredths before their share of the rest is taken off
+    kept = [4, 5, 6, 7]
+
+    counts = draw_many(logits.tolist(), **params)
+
+    assert counts[[0, 1, 2, 3]].sum() == 0
+    assert chi_square(counts[kept], torch.softmax(logits[kept], 0)) < CHI_SQUARE_LIMIT[3]
+
+
+PARAMS = st.fixed_dictionaries(
+    {
+        "temperature": st.sampled_from([0.0, 0.7, 1.0]),
+        "top_k": st.sampled_from([0, 1, 5, 400]),
+        "top_p": st.sampled_from([1.0, 0.9, 0.2]),
+        "logprobs": st.sampled_from([None, 0, 3, 20]),
+    }
+)
+
+
+@settings(max_examples=25, deadline=None)
+@given(rows=st.lists(st.tuples(PARAMS, st.integers(-(2**63), 2**63 - 1), st.booleans()), min_size=2, max_size=6))
+def test_a_row_gets_the_same_result_alone_reordered_and_among_others(
+    rows: list[tuple[dict[str, Any], int, bool]],
+) -> None:
+    torch.manual_seed(len(rows))
+    logits = torch.randn(len(rows), 300).bfloat16()
+    asked = [
+        row(seed, position=9, banned=frozenset({1, 2, 3}) if bans else frozenset(), **params)
+        for params, seed, bans in rows
+    ]
+
+    together = sample(logits, asked)
+    reversed_ = sample(logits.flip(0), asked[::-1])[::-1]
+    alone = [sample(logits[i : i + 1], [one])[0] for i, one in enumerate(asked)]
+
+    assert [token_of(a) for a in together] == [token_of(a) for a in reversed_] == [token_of(a) for a in alone]
+    assert together == reversed_
+    assert together == alone
+
+
+def test_greedy_rows_take_the_likeliest_token_whatever_else_they_ask() -> None:
+    logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 3.0, 1.0]])
+
+    results = sample(logits, [row(temperature=0, top_p=0.1, seed=3), row(temperature=0, top_k=2)])
+
+    assert results == [SampledToken(1), SampledToken(0)]
+
+
+def test_the_smallest_temperature_takes_the_likeliest_token_without_overflow() -> None:
+    logits = torch.tensor([[60000.0, 59000.0, -60000.0]]).half().expand(50, -1)
+
+    results = sample(logits, [row(seed=i, temperature=1e-5) for i in range(50)])
+
+    assert {token_of(result) for result in results} == {0}
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("params", [{"temperature": 0}, {"temperature": 1.0, "top_p": 0.9, "logprobs": 2}])
+def test_a_row_that_is_not_finite_fails_alone(bad: float, params: dict[str, Any]) -> None:
+    logits = torch.randn(3, 20)
+    expected = sample(logits, [row(seed=i, **params) for i in range(3)])
+    logits[1, 7] = bad
+
+    results = sample(logits, [row(seed=i, **params) for i in range(3)])
+
+    assert isinstance(results[1], RowError)
+    assert [results[0], results[2]] == [expected[0], expected[2]]
+
+
+def test_a_row_with_all_tokens_banned_fails_alone_and_says_why() -> None:
+    logits = torch.zeros(2, 3)
+
+    first, second = sample(logits, [row(banned=frozenset({0, 1, 2})), row(banned=frozenset({0, 1}))])
+
+    assert isinstance(first, RowError)
+    assert "min_tokens" in first.message
+    assert token_of(second) == 2
+
+
+def test_banned_ids_beyond_the_vocabulary_are_ignored_and_logits_are_not_changed() -> None:
+    logits = torch.tensor([[1.0, 2.0]])
+
+    assert sample(logits, [row(temperature=0, banned=frozenset({1, 2, 10**9}))]) == [SampledToken(0)]
+    assert logits.tolist() == [[1.0, 2.0]]
+
+
+def test_logprobs_are_the_models_own_before_temperature_and_bans_with_ranks() -> None:
+    logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
+    raw = torch.log_softmax(logits[0], 0)
+
+    (result,) = sample(logits, [row(temperature=0, logprobs=3, banned=frozenset({1}))])
+
+    assert isinstance(result, SampledToken)
+    assert result.logprobs is not None
+    assert result.logprobs.token_ids == [3, 1, 3, 2]
+    assert result.logprobs.logprobs == pytest.approx(raw[[3, 1, 3, 2]].tolist())
+    assert result.logprobs.sampled_rank == 2
+
+
+def test_zero_logprobs_gives_the_sampled_token_alone_and_none_gives_none() -> None:
+    with_zero, without = sample(torch.tensor([[1.0, 2.0]] * 2), [row(temperature=0, logprobs=0), row(temperature=0)])
+
+    assert isinstance(with_zero, SampledToken)
+    assert with_zero.logprobs is not None
+    assert with_zero.logprobs.token_ids == [1]
+    assert isinstance(without, SampledToken)
+    assert without.logprobs is None
+
+
+def sequence(output: int, **params: Any) -> Sequence:
+    return Sequence(request_id="r", token_ids=[3] * (4 + output), num_prompt_tokens=4, params=SamplingParams(**params))
+
+
+@pytest.mark.parametrize(
+    ("output", "ignore_eos", "banned"),
+    [(0, False, {8, 9, 5}), (2, False, {8, 9, 5}), (3, False, set()), (2, True, {5}), (3, True, set())],
+)
+def test_min_tokens_bans_every_end_token_until_enough_were_generated(
+    output: int, ignore_eos: bool, banned: set[int]
+) -> None:
+    made = sampling_row(sequence(output, min_tokens=3, stop_token_ids=(5,), ignore_eos=ignore_eos), (8, 9))
+
+    assert made.banned == banned
+
+
+def test_the_row_of_a_sequence_has_its_seed_and_the_position_of_the_next_token() -> None:
+    made = sampling_row(sequence(2, seed=77), ())
+
+    assert (made.seed, made.position) == (77, 6)
+
+
+def test_a_request_without_a_seed_has_one_that_follows_from_its_id() -> None:
+    first, again, other = sequence(0), sequence(1), sequence(0)
+    other.request_id = "other"
+
+    assert sampling_row(first, ()).seed == sampling_row(again, ()).seed != sampling_row(other, ()).seed

@@ -1,0 +1,207 @@
+"""EngineCore: messages in, one message a step out, whatever the messages are."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trio_llm.config import EngineConfig, FakeEngineConfig
+from trio_llm.engine.core import EngineCore
+from trio_llm.engine.executor.fake import load_fake
+from trio_llm.engine.scheduling.scheduler import SchedulerLimits
+from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import (
+    Abort,
+    Ack,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+)
+
+
+def a_core(*, credit_steps: int = 1000, **fake: Any) -> EngineCore:
+    config = EngineConfig(fake=FakeEngineConfig(model_dir="/m", **fake), num_gpu_blocks_override=16)
+    executor = load_fake(config, lambda *_: None, model_dir="/m")
+    limits = SchedulerLimits(
+        num_blocks=16,
+        block_size=32,
+        max_num_seqs=4,
+        max_num_batched_tokens=16,
+        max_model_len=executor.info.max_model_len,
+        eos_token_ids=(),
+    )
+    return EngineCore(executor, limits, epoch=3, credit_steps=credit_steps)
+
+
+def a_request(request_id: str = "r", prompt: list[int] | None = None, **fields: Any) -> EngineCoreRequest:
+    params = SamplingParams(max_tokens=fields.pop("max_tokens", 3), seed=1)
+    return EngineCoreRequest(request_id, [1, 2] if prompt is None else prompt, params, **fields)
+
+
+def run(core: EngineCore, *messages: Any) -> list[EngineCoreOutput]:
+    """Handle the messages, then step until nothing is left to do."""
+    for message in messages:
+        core.handle(message, 0.0)
+    rows: list[EngineCoreOutput] = []
+    for _ in range(1000):
+        if not core.is_busy:
+            return rows
+        outputs = core.step(0.0)
+        rows += outputs.outputs if outputs else []
+    raise AssertionError("the engine is never done")
+
+
+def test_a_request_gets_its_rows_in_order_and_one_end() -> None:
+    rows = run(a_core(), a_request())
+
+    assert [row.start for row in rows] == [0, 1, 2]
+    assert [row.finish_reason for row in rows] == [None, None, "length"]
+
+
+def test_messages_carry_the_epoch_and_a_count() -> None:
+    core = a_core()
+    core.handle(a_request(), 0.0)
+
+    sent = [core.step(0.0) for _ in range(3)]
+
+    assert [(o.epoch, o.step) for o in sent if o] == [(3, 1), (3, 2), (3, 3)]
+
+
+def test_a_request_that_goes_on_after_given_tokens_gives_the_ones_that_were_missing() -> None:
+    undisturbed = [t for row in run(a_core(), a_request(max_tokens=6)) for t in row.new_token_ids]
+
+    rows = run(a_core(), a_request(max_tokens=6, output_token_ids=undisturbed[:4]))
+
+    assert rows[0].start == 4
+    assert [t for row in rows for t in row.new_token_ids] == undisturbed[4:]
+
+
+@pytest.mark.parametrize(
+    ("request_", "words"),
+    [
+        (a_request(prompt=[]), "no tokens"),
+        (a_request(prompt=[1] * 512), "no room"),
+        (a_request(prompt=[-1]), "outside"),
+        (a_request(prompt=[256]), "outside"),
+        (a_request(output_token_ids=[2**40]), "outside"),
+        (a_request(output_token_ids=[1, 2, 3]), "already"),
+        (EngineCoreRequest("r", [1], SamplingParams()), "must be set"),
+    ],
+)
+def test_a_request_that_the_front_end_should_have_refused_is_an_error_row(
+    request_: EngineCoreRequest, words: str
+) -> None:
+    core = a_core()
+
+    (row,) = run(core, request_)
+
+    assert row.finish_reason == "error"
+    assert words in (row.error or "")
+    assert len(run(core, a_request())) == 3
+
+
+def test_an_id_that_is_in_use_is_refused_and_its_first_user_goes_on() -> None:
+    rows = run(a_core(), a_request(), a_request())
+
+    assert sorted(str(row.finish_reason) for row in rows if row.finish_reason) == ["error", "length"]
+
+
+def test_every_abort_is_confirmed_also_of_ids_that_nobody_knows() -> None:
+    rows = run(a_core(), a_request(), Abort(["r", "unknown"]))
+
+    assert [(row.request_id, row.finish_reason) for row in rows] == [("r", "abort"), ("unknown", "abort")]
+
+
+def test_without_credit_no_token_is_computed_and_confirmations_still_go_out() -> None:
+    core = a_core(credit_steps=2)
+    core.handle(a_request(max_tokens=10), 0.0)
+    assert core.step(0.0)
+    assert core.step(0.0)
+
+    assert not core.is_busy
+    assert core.step(0.0) is None
+    core.handle(Abort(["unknown"]), 0.0)
+    answer = core.step(0.0)
+    assert answer is not None
+    assert [row.request_id for row in answer.outputs] == ["unknown"]
+    core.handle(Ack(3), 0.0)
+    assert core.is_busy
+    rows = core.step(0.0)
+    assert isinstance(rows, EngineCoreOutputs)
+    assert rows.outputs[0].start == 2
+
+
+def test_an_ack_of_messages_that_were_never_sent_gives_no_credit() -> None:
+    core = a_core(credit_steps=2)
+    core.handle(Ack(2**60), 0.0)
+    core.handle(a_request(max_tokens=10), 0.0)
+
+    assert core.step(0.0)
+    assert core.step(0.0)
+    assert core.step(0.0) is None
+
+
+@pytest.mark.parametrize("call", [UtilityCall(7, "no_such_method"), UtilityCall(7, "ping", [1, 2, 3])])
+def test_a_call_that_fails_is_answered_and_the_engine_goes_on(call: UtilityCall) -> None:
+    core = a_core()
+    core.handle(call, 0.0)
+
+    outputs = core.step(0.0)
+
+    assert outputs is not None
+    (result,) = outputs.utility_results
+    assert (result.call_id, result.error is None) == (7, False)
+    assert len(run(core, a_request())) == 3
+
+
+def test_a_deadline_counts_from_arrival_and_drops_what_still_waits() -> None:
+    core = a_core()
+    core.handle(a_request("late", deadline_s=5.0), 100.0)
+    core.handle(a_request("in time", deadline_s=50.0), 100.0)
+
+    outputs = core.step(106.0)
+
+    assert outputs is not None
+    errors = [row.request_id for row in outputs.outputs if row.finish_reason == "error"]
+    assert errors == ["late"]
+
+
+MESSAGES = st.one_of(
+    st.builds(
+        a_request,
+        st.sampled_from("abc"),
+        st.lists(st.integers(-1, 300), max_size=40),
+        max_tokens=st.integers(1, 9),
+        priority=st.integers(-2, 2),
+        output_token_ids=st.lists(st.integers(0, 256), max_size=3),
+    ),
+    st.builds(Abort, st.lists(st.sampled_from("abcd"), max_size=3)),
+    st.builds(Ack, st.integers(-5, 50)),
+    st.builds(UtilityCall, st.integers(0, 5), st.sampled_from(["ping", "check_scheduler", "x"]), st.just([])),
+)
+
+
+@given(st.lists(st.one_of(MESSAGES, st.none()), max_size=40))
+def test_no_mix_of_messages_ends_the_engine_or_leaks_a_block(messages: list[Any]) -> None:
+    core = a_core(credit_steps=10**9)
+
+    for message in messages:  # None stands for a step
+        if message is None:
+            core.step(0.0)
+        else:
+            core.handle(message, 0.0)
+    run(core, Abort(["a", "b", "c"]))
+
+    core.handle(UtilityCall(99, "check_scheduler"), 0.0)
+    outputs = core.step(0.0)
+    assert outputs is not None
+    assert outputs.utility_results[-1].value == {
+        "num_running": 0,
+        "num_waiting": 0,
+        "num_free_blocks": 16,
+        "num_blocks": 16,
+    }

@@ -1,0 +1,84 @@
+"""Replies for exceptions: shape, limits and headers."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trio_llm.errors import EngineError, InvalidRequestError, NotSupportedError, TrioLLMError
+from trio_llm.frontend.http.errors import MAX_MESSAGE_CHARS, MAX_QUOTED_CHARS, only_error, quote, reply_for
+
+
+def all_errors(kind: type[TrioLLMError] = TrioLLMError) -> list[type[TrioLLMError]]:
+    return [kind, *(one for sub in kind.__subclasses__() for one in all_errors(sub))]
+
+
+def test_every_5xx_says_whether_a_retry_can_help() -> None:
+    for kind in all_errors():
+        error = kind.__new__(kind)
+        Exception.__init__(error, "text")
+        if kind.can_retry:
+            error.retry_after_s = 2
+        reply = reply_for(error)
+        names = {name for name, _ in reply.headers}
+
+        assert json.loads(reply.body)["error"]["code"] == reply.status == kind.status
+        if kind.status >= 500:
+            assert names & {b"retry-after", b"x-should-retry"}, kind
+
+
+def test_a_request_that_is_at_fault_is_not_told_about_retries() -> None:
+    assert reply_for(InvalidRequestError("bad", "n")).headers == ()
+
+
+def test_a_lone_surrogate_in_a_message_or_a_field_does_not_break_the_reply() -> None:
+    reply = reply_for(InvalidRequestError("bad \udc97 text", "messages.\ud800"))
+
+    error = json.loads(reply.body)["error"]
+    assert (error["message"], error["param"]) == ("bad ? text", "messages.?")
+
+
+def test_a_long_message_is_cut() -> None:
+    error = json.loads(reply_for(EngineError("x" * 100_000)).body)["error"]
+
+    assert len(error["message"]) == MAX_MESSAGE_CHARS
+
+
+def test_the_retry_time_is_in_whole_seconds_and_never_zero() -> None:
+    error = NotSupportedError("x")
+    error.retry_after_s = 0.2
+
+    assert (b"retry-after", b"1") in reply_for(error).headers
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (None, "null"),
+        (True, "true"),
+        (False, "false"),
+        (1, "1"),
+        (1.5, "1.5"),
+        ("é\ud800", r"'\xe9\ud800'"),
+        ([1, 2], "a list of 2"),
+        ({"a": 1}, "an object with 1 keys"),
+        (10**100, "a number of more than 77 digits"),
+        (b"x", "a bytes"),
+    ],
+)
+def test_values_are_quoted_as_json_has_them(value: object, shown: str) -> None:
+    assert quote(value) == shown
+
+
+def test_a_quoted_value_is_short_even_if_python_refuses_to_print_it() -> None:
+    for value in ("é" * 10**6, [1] * 10**6, 10**5000):
+        assert len(quote(value)) <= MAX_QUOTED_CHARS
+
+
+def test_an_error_of_this_package_is_found_in_nested_groups() -> None:
+    ours = EngineError("ours")
+    nested = ExceptionGroup("", [KeyError("x"), ExceptionGroup("", [ExceptionGroup("", [ours])])])
+
+    assert only_error(nested) is ours
+    assert only_error(ours) is ours
