@@ -1,1 +1,77 @@
-"""trio_llm: serve large language models from Trio."""
+"""trio_llm: serve large language models from Trio. The public names.
+
+They are loaded when first used: the engine process imports this package and must not import Trio, and `trio-llm --help`
+must not wait for anything.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+from trio_llm.version import __version__
+
+if TYPE_CHECKING:
+    from trio_llm.config import EngineConfig, ServerConfig
+    from trio_llm.errors import (
+        EngineDeadError,
+        EngineGenerateError,
+        EngineStartupError,
+        EngineUnavailableError,
+        InvalidRequestError,
+        TrioLLMError,
+    )
+    from trio_llm.frontend.async_llm import AsyncLLM, open_llm
+    from trio_llm.frontend.engine_client import EngineClient
+    from trio_llm.frontend.http.host import serve
+    from trio_llm.outputs import CompletionOutput, RequestOutput
+    from trio_llm.sampling import RequestOutputKind, SamplingParams
+
+_HOMES: Final = {
+    "AsyncLLM": "trio_llm.frontend.async_llm",
+    "CompletionOutput": "trio_llm.outputs",
+    "EngineClient": "trio_llm.frontend.engine_client",
+    "EngineConfig": "trio_llm.config",
+    "EngineDeadError": "trio_llm.errors",
+    "EngineGenerateError": "trio_llm.errors",
+    "EngineStartupError": "trio_llm.errors",
+    "EngineUnavailableError": "trio_llm.errors",
+    "InvalidRequestError": "trio_llm.errors",
+    "RequestOutput": "trio_llm.outputs",
+    "RequestOutputKind": "trio_llm.sampling",
+    "SamplingParams": "trio_llm.sampling",
+    "ServerConfig": "trio_llm.config",
+    "TrioLLMError": "trio_llm.errors",
+    "open_llm": "trio_llm.frontend.async_llm",
+    "serve": "trio_llm.frontend.http.host",
+}
+
+__all__ = [
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineClient",
+    "EngineConfig",
+    "EngineDeadError",
+    "EngineGenerateError",
+    "EngineStartupError",
+    "EngineUnavailableError",
+    "InvalidRequestError",
+    "RequestOutput",
+    "RequestOutputKind",
+    "SamplingParams",
+    "ServerConfig",
+    "TrioLLMError",
+    "__version__",
+    "open_llm",
+    "serve",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

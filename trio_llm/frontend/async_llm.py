@@ -331,9 +331,7 @@ class AsyncLLM(EngineClient):
         model = ModelConfig.from_ready(self._ready_message)
         self._progress = Progress(0, "tokenizer", 0, 0)
         try:
-            load = partial(
-                Renderer.load, Path(model.model_dir), model.max_model_len, logits_width=model.logits_width
-            )
+            load = partial(Renderer.load, Path(model.model_dir), model.max_model_len, logits_width=model.logits_width)
             renderer = await trio.to_thread.run_sync(load)
         except EngineStartupError as error:
             self._core.kill(str(error))

@@ -1,0 +1,221 @@
+"""GGUF files: numbers come out right, damage never goes unnoticed, and a conversion is a model that runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+
+from tests.engine.models.gguf_writer import F16, F32, Q4_1, Q8_0, gguf
+from tests.engine.tiny_models import load
+from trio_llm.engine.models.gguf_convert import conversion_key, convert_gguf
+from trio_llm.engine.models.gguf_file import GgufError, GgufFile
+from trio_llm.errors import EngineStartupError
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def half(number: float) -> bytes:
+    return np.float16(number).tobytes()
+
+
+def test_metadata_of_every_kind_is_read(tmp_path: Path) -> None:
+    metadata = {"a": 5, "b": 0.5, "c": True, "d": "é", "e": [1, 2], "f": ["x", "y z"], "g": [[1], [2, 3]]}
+
+    assert GgufFile(write(tmp_path / "f", gguf(metadata, {}))).metadata == metadata
+
+
+def test_tensors_of_every_type_come_out_as_the_format_defines_them(tmp_path: Path) -> None:
+    plain = np.arange(6, dtype=np.float32)
+    signed = np.arange(-16, 16, dtype=np.int8)
+    nibbles = np.arange(16, dtype=np.uint8)  # low: 0 to 15, high: 15 to 0
+    packed = (nibbles | ((15 - nibbles) << 4)).astype(np.uint8)
+    file = GgufFile(
+        write(
+            tmp_path / "f",
+            gguf(
+                {},
+                {
+                    "f32": (F32, (2, 3), plain.tobytes()),
+                    "f16": (F16, (6,), plain.astype(np.float16).tobytes()),
+                    "q8_0": (Q8_0, (1, 64), (half(0.5) + signed.tobytes()) + (half(-2) + signed.tobytes())),
+                    "q4_1": (Q4_1, (1, 32), half(0.25) + half(-1) + packed.tobytes()),
+                },
+            ),
+        )
+    )
+
+    assert file.read("f32").tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert file.read("f16").tolist() == [0, 1, 2, 3, 4, 5]
+    assert file.read("q8_0").tolist() == [[*(signed * 0.5).tolist(), *(signed * -2.0).tolist()]]
+    assert file.read("q4_1").tolist() == [[*(nibbles * 0.25 - 1).tolist(), *((15 - nibbles) * 0.25 - 1).tolist()]]
+
+
+GOOD = gguf({"name": "x", "list": ["a", "b"]}, {"t": (Q8_0, (2, 32), bytes(68)), "u": (F32, (3,), bytes(12))})
+
+
+@settings(max_examples=60, deadline=None)
+@given(size=st.integers(0, len(GOOD) - 33))
+def test_a_file_that_is_cut_off_is_refused(size: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    path = write(tmp_path_factory.mktemp("gguf") / "f", GOOD[:size])
+
+    with pytest.raises(GgufError):
+        GgufFile(path)
+
+
+@settings(max_examples=150, deadline=None)
+@given(at=st.integers(0, len(GOOD) - 1), byte=st.integers(0, 255))
+def test_a_damaged_byte_is_refused_or_leaves_tensors_within_the_file(
+    at: int, byte: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = write(tmp_path_factory.mktemp("gguf") / "f", GOOD[:at] + bytes([byte]) + GOOD[at + 1 :])
+
+    try:
+        file = GgufFile(path)
+    except GgufError:
+        return
+    for name, info in file.tensors.items():
+        assert file.read(name).shape == info.shape
+
+
+@pytest.mark.parametrize(
+    ("content", "hint"),
+    [
+        (gguf({}, {}, version=1), "version 1"),
+        (gguf({}, {"t": (12, (32,), bytes(100))}), "type 12"),
+        (gguf({}, {"t": (Q8_0, (33,), bytes(100))}), "whole blocks"),
+        (gguf({}, {"t": (F32, (2**40, 2**40), bytes(100))}), "beyond the end"),
+        (gguf({"general.alignment": 0}, {}), "alignment"),
+        (gguf({"deep": [[[[1]]]]}, {}), "nested"),
+    ],
+)
+def test_what_is_not_read_is_named(content: bytes, hint: str, tmp_path: Path) -> None:
+    with pytest.raises(GgufError, match=hint):
+        GgufFile(write(tmp_path / "f", content))
+
+
+HIDDEN, HEADS, KV_HEADS, LAYERS, MIDDLE = 32, 4, 2, 1, 64
+LETTERS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *"abcdefghij", "Ġ", *"0123456789", "ab", "Ġa"]
+
+
+def llama_metadata() -> dict[str, Any]:
+    return {
+        "general.architecture": "llama",
+        "llama.block_count": LAYERS,
+        "llama.context_length": 128,
+        "llama.embedding_length": HIDDEN,
+        "llama.feed_forward_length": MIDDLE,
+        "llama.attention.head_count": HEADS,
+        "llama.attention.head_count_kv": KV_HEADS,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": LETTERS,
+        "tokenizer.ggml.token_type": [3, 3, 3] + [1] * (len(LETTERS) - 3),
+        "tokenizer.ggml.merges": ["a b", "Ġ a"],
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+        "tokenizer.ggml.padding_token_id": 2,
+        "tokenizer.chat_template": "{{ messages }}",
+    }
+
+
+def llama_tensors() -> dict[str, tuple[int, tuple[int, ...], bytes]]:
+    shapes = {
+        "token_embd.weight": (len(LETTERS), HIDDEN),
+        "output_norm.weight": (HIDDEN,),
+        "blk.0.attn_norm.weight": (HIDDEN,),
+        "blk.0.attn_q.weight": (HIDDEN, HIDDEN),
+        "blk.0.attn_k.weight": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+        "blk.0.attn_v.weight": (HIDDEN * KV_HEADS // HEADS, HIDDEN),
+        "blk.0.attn_output.weight": (HIDDEN, HIDDEN),
+        "blk.0.ffn_norm.weight": (HIDDEN,),
+        "blk.0.ffn_gate.weight": (MIDDLE, HIDDEN),
+        "blk.0.ffn_up.weight": (MIDDLE, HIDDEN),
+        "blk.0.ffn_down.weight": (HIDDEN, MIDDLE),
+    }
+    random = np.random.default_rng(0)
+    return {
+        name: (F32, shape, random.standard_normal(shape).astype(np.float32).tobytes()) for name, shape in shapes.items()
+    }
+
+
+def test_a_converted_llama_is_a_model_that_loads_with_its_own_end_token_and_template(tmp_path: Path) -> None:
+    source, target = write(tmp_path / "f.gguf", gguf(llama_metadata(), llama_tensors())), tmp_path / "out"
+    target.mkdir()
+    heard: list[tuple[str, int, int]] = []
+
+    convert_gguf(source, target, lambda *told: heard.append(told))
+
+    assert load(target, num_gpu_blocks_override=4).info.eos_token_ids == (2,)
+    assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert json.loads((target / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
+    assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
+    assert heard == [("convert", done, 13) for done in range(14)]
+
+
+def test_converted_query_rows_are_put_back_from_pairs_to_halves(tmp_path: Path) -> None:
+    tensors = llama_tensors()
+    rows = np.repeat(np.arange(HIDDEN, dtype=np.float32)[:, None], HIDDEN, axis=1)
+    tensors["blk.0.attn_q.weight"] = (F32, (HIDDEN, HIDDEN), rows.tobytes())
+    convert_gguf(write(tmp_path / "f.gguf", gguf(llama_metadata(), tensors)), tmp_path, lambda *told: None)
+
+    found = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
+
+    assert found.dtype == torch.bfloat16
+    assert found[:8, 0].tolist() == [0, 2, 4, 6, 1, 3, 5, 7]
+    assert found[8:16, 0].tolist() == [8, 10, 12, 14, 9, 11, 13, 15]
+
+
+def test_the_converted_tokenizer_merges_splits_digits_and_knows_its_special_tokens(tmp_path: Path) -> None:
+    convert_gguf(write(tmp_path / "f.gguf", gguf(llama_metadata(), llama_tensors())), tmp_path, lambda *told: None)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+
+    assert tokenizer.encode("<|im_start|>abc ab 12").tokens == ["<|im_start|>", "ab", "c", "Ġa", "b", "Ġ", "1", "2"]
+    assert tokenizer.decode(tokenizer.encode("ab ab<|im_end|>").ids) == "ab ab"
+
+
+@pytest.mark.parametrize(
+    ("changes", "hint"),
+    [
+        ({"general.architecture": "mamba"}, "mamba"),
+        ({"tokenizer.ggml.model": "llama"}, "byte-level"),
+        ({"llama.rope.scaling.type": "yarn"}, "scaled"),
+    ],
+)
+def test_a_file_of_another_kind_is_refused_by_name(changes: dict[str, Any], hint: str, tmp_path: Path) -> None:
+    source = write(tmp_path / "f.gguf", gguf(llama_metadata() | changes, llama_tensors()))
+
+    with pytest.raises(EngineStartupError, match=hint):
+        convert_gguf(source, tmp_path, lambda *told: None)
+
+
+def test_a_file_that_lacks_what_is_needed_is_refused(tmp_path: Path) -> None:
+    metadata = llama_metadata()
+    del metadata["tokenizer.ggml.eos_token_id"]
+
+    with pytest.raises(EngineStartupError, match="eos_token_id"):
+        convert_gguf(write(tmp_path / "f", gguf(metadata, llama_tensors())), tmp_path, lambda *told: None)
+
+
+def test_the_key_of_a_conversion_changes_with_the_file_and_with_nothing_else(tmp_path: Path) -> None:
+    one = write(tmp_path / "a", b"x" * 100)
+    same = write(tmp_path / "b", b"x" * 100)
+    longer = write(tmp_path / "c", b"x" * 101)
+    other = write(tmp_path / "d", b"x" * 99 + b"y")
+
+    assert conversion_key(one) == conversion_key(same)
+    assert len({conversion_key(path) for path in (one, longer, other)}) == 3

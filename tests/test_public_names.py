@@ -1,0 +1,19 @@
+"""The public names of the package."""
+
+from __future__ import annotations
+
+import pytest
+
+import trio_llm
+from trio_llm import _HOMES
+
+
+def test_every_public_name_is_there() -> None:
+    for name in trio_llm.__all__:
+        assert getattr(trio_llm, name) is not None
+    assert set(_HOMES) | {"__version__"} == set(trio_llm.__all__)
+
+
+def test_other_names_are_not() -> None:
+    with pytest.raises(AttributeError, match="no_such_name"):
+        trio_llm.no_such_name  # noqa: B018
