@@ -26,10 +26,12 @@ def chunk(start: int, count: int, *, first_block: int, samples: bool = True) -> 
     return ScheduledChunk(sequence, start, count, samples)
 
 
+SHAPE = st.tuples(st.integers(0, 200), st.just(1) | st.integers(1, 70), st.booleans())
+"""Start, count, samples."""
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    shapes=st.lists(st.tuples(st.integers(0, 200), st.one_of(st.just(1), st.integers(1, 70)), st.booleans()), min_size=1, max_size=6)
-)  # fmt: skip
+@given(shapes=st.lists(SHAPE, min_size=1, max_size=6))
 def test_every_token_is_computed_once_where_it_belongs(shapes: list[tuple[int, int, bool]]) -> None:
     chunks = tuple(
         chunk(start, count, first_block=100 * (i + 1), samples=samples)

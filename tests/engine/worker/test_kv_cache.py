@@ -33,7 +33,7 @@ def test_without_a_size_it_is_two_fifths_of_what_is_free() -> None:
 
 
 def test_a_cpu_gives_four_gib_at_most_and_another_device_more() -> None:
-    huge = {"free_bytes": 100 * GIB, "trained_len": 2**22}
+    huge: dict[str, Any] = {"free_bytes": 100 * GIB, "trained_len": 2**22}
 
     assert plan(**huge, on_cpu=True).num_blocks == 4 * GIB // BLOCK_BYTES - 1
     assert plan(**huge, on_cpu=False).num_blocks == 40 * GIB // BLOCK_BYTES - 1
@@ -50,9 +50,12 @@ def test_a_length_that_was_not_asked_for_is_cut_to_what_fits() -> None:
 
 @pytest.mark.parametrize(
     ("size", "flag"),
-    [({"kv_cache_memory_bytes": 4 * BLOCK_BYTES}, "--kv-cache-memory"), ({"num_gpu_blocks_override": 3}, "--num-gpu-blocks-override")],
-)  # fmt: skip
-def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_numbers(size: dict[str, int], flag: str) -> None:
+    [
+        ({"kv_cache_memory_bytes": 4 * BLOCK_BYTES}, "--kv-cache-memory"),
+        ({"num_gpu_blocks_override": 3}, "--num-gpu-blocks-override"),
+    ],
+)
+def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_numbers(size: dict[str, Any], flag: str) -> None:
     with pytest.raises(EngineStartupError) as caught:
         plan(max_model_len=100, **size)
 
@@ -64,7 +67,7 @@ def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_numbers(si
 
 
 @pytest.mark.parametrize("settings", [{"kv_cache_memory_bytes": 2 * BLOCK_BYTES - 1}, {"free_bytes": 4 * BLOCK_BYTES}])
-def test_memory_for_less_than_a_block_is_refused(settings: dict[str, int]) -> None:
+def test_memory_for_less_than_a_block_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(EngineStartupError, match="--kv-cache-memory"):
         plan(**settings)
 

@@ -34,9 +34,16 @@ def test_available_memory_is_the_least_of_machine_and_container(
 
 
 @pytest.mark.parametrize(
-    ("quota", "expected"),
-    [("100000 100000", 1), ("20000 100000", 1), ("max 100000", None), ("100000000 100000", None), (None, None), ("?", None)],
-)  # fmt: skip
+    ("quota", "expected"),  # None: as many as the mask allows
+    [
+        ("100000 100000", 1),
+        ("20000 100000", 1),
+        ("max 100000", None),
+        ("100000000 100000", None),
+        (None, None),
+        ("?", None),
+    ],
+)
 def test_usable_processors_are_the_fewest_of_mask_and_quota(
     quota: str | None, expected: int | None, tmp_path: Path
 ) -> None:

@@ -80,7 +80,7 @@ def convert_gguf(source: Path, target: Path, progress: ProgressCallback) -> None
         for done, name in enumerate(file.tensors, start=2):
             weights[_weight_name(name)] = _weight(file, name, config)
             progress("convert", done, total)
-    except (GgufError, KeyError, UnicodeDecodeError) as error:
+    except (GgufError, KeyError) as error:
         raise EngineStartupError(f"cannot convert {str(source)!r}: {error}; install it again") from error
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(target / "generation_config.json", ids)

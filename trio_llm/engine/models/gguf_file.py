@@ -53,6 +53,8 @@ class GgufFile:
 
     def __init__(self, path: Path) -> None:
         with path.open("rb") as file:
+            if path.stat().st_size == 0:
+                raise GgufError(f"{path} is empty")
             self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self._position = 0
         if self._take(4) != b"GGUF":
@@ -124,7 +126,10 @@ class GgufFile:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _string(self) -> str:
-        return self._take(self._unpack("<Q")).decode()
+        try:
+            return self._take(self._unpack("<Q")).decode()
+        except UnicodeDecodeError as error:
+            raise GgufError(f"a text in the header is not UTF-8: {error}") from error
 
     def _value(self, kind: int, *, depth: int) -> Any:
         if kind == _STRING:
