@@ -30,6 +30,8 @@ def fragile_server() -> Iterator[Server]:
     """The embedded model in bfloat16, on a server that outlives its engine. For one test, which kills the engine."""
     server = Server.from_command_line(
         "the embedded model in bfloat16, and its engine's death",
+        "--dtype",
+        "bfloat16",
         "--num-gpu-blocks-override",
         str(NUM_BLOCKS),
         "--keep-alive-on-engine-death",

@@ -72,3 +72,12 @@ def test_a_row_with_banned_tokens_keeps_only_others() -> None:
 
     assert kept(logits, [2], [1.0]).tolist() == [[False, True, True, False]]
     assert kept(logits, [0], [0.99]).tolist() == [[False, True, True, False]]
+
+
+def test_all_tokens_that_equal_the_last_of_top_k_count_in_top_p() -> None:
+    logits = torch.tensor([[3.0, *[2.0] * 10, *[-9.0] * 20]])
+
+    found = kept(logits, [2], [0.5])
+
+    # The first alone has 0.21 of what top-k keeps, which is 11 tokens.
+    assert found.sum() == 11

@@ -1,7 +1,8 @@
 """Turn a Llama GGUF file with a byte-level BPE tokenizer into a directory in Hugging Face form, in bfloat16.
 
-Done here rather than by transformers because that parses the file three times in Python and searches names
-quadratically: half a minute against a few seconds. Used once for the embedded model.
+The package `gguf` reads the file; names and order of the weights are turned round here. Done so rather than by
+transformers because that parses the file three times, searches names quadratically (half a minute against a few
+seconds), and leaves out that the tokenizer splits digits. Used once for the embedded model.
 """
 
 from __future__ import annotations
@@ -17,10 +18,14 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from torch import Tensor
 
 from trio_llm.engine.executor.base import ProgressCallback
-from trio_llm.engine.models.gguf_file import GgufError, GgufFile
 from trio_llm.errors import EngineStartupError
 
 __all__ = ["conversion_key", "convert_gguf"]
+
+
+class GgufError(ValueError):
+    """The file is damaged, or holds something else than a plain Llama."""
+
 
 _FORMAT_VERSION = 1
 """Raised whenever the result of a conversion changes, so that old results are not used."""
@@ -69,18 +74,24 @@ def convert_gguf(source: Path, target: Path, progress: ProgressCallback) -> None
         EngineStartupError: the file is damaged, or no Llama with a byte-level BPE tokenizer.
         OSError: it cannot be read, or the result cannot be written.
     """
+    # Here, because a model in Hugging Face form must load without this package.
+    from gguf import GGUFReader, dequantize
+
     try:
-        file = GgufFile(source)
-        total = len(file.tensors) + _EXTRA_STEPS
+        reader = GGUFReader(source)
+        values = {name: field.contents() for name, field in reader.fields.items()}
+        names = [tensor.name for tensor in reader.tensors]
+        total = len(names) + _EXTRA_STEPS
         progress("convert", 0, total)
-        config = _config(file)
-        _write_tokenizer(file, target)
+        config = _config(values, names)
+        _write_tokenizer(values, target)
         progress("convert", 1, total)
         weights: dict[str, Tensor] = {}
-        for done, name in enumerate(file.tensors, start=2):
-            weights[_weight_name(name)] = _weight(file, name, config)
+        for done, tensor in enumerate(reader.tensors, start=2):
+            weight = torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
+            weights[_weight_name(tensor.name)] = _weight(weight, tensor.name, config)
             progress("convert", done, total)
-    except (GgufError, KeyError) as error:
+    except (ValueError, KeyError, IndexError, NotImplementedError) as error:  # what `gguf` raises for damaged files
         raise EngineStartupError(f"cannot convert {str(source)!r}: {error}; install it again") from error
     ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     _write_json(target / "generation_config.json", ids)
@@ -90,8 +101,7 @@ def convert_gguf(source: Path, target: Path, progress: ProgressCallback) -> None
     progress("convert", total, total)
 
 
-def _config(file: GgufFile) -> dict[str, Any]:
-    values = file.metadata
+def _config(values: dict[str, Any], tensor_names: list[str]) -> dict[str, Any]:
     if (architecture := values["general.architecture"]) != "llama":
         raise GgufError(f"its architecture is {architecture!r}, and only 'llama' is converted")
     if any(key.startswith("llama.rope.scaling.") for key in values):
@@ -118,7 +128,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "num_key_value_heads": values.get("llama.attention.head_count_kv", num_heads),
         "rms_norm_eps": values["llama.attention.layer_norm_rms_epsilon"],
         "rope_theta": values.get("llama.rope.freq_base", 10000.0),
-        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "tie_word_embeddings": "output.weight" not in tensor_names,
         "vocab_size": len(values["tokenizer.ggml.tokens"]),
     }
 
@@ -132,8 +142,7 @@ def _weight_name(name: str) -> str:
     return f"model.layers.{int(layer)}.{_IN_LAYER[rest]}"
 
 
-def _weight(file: GgufFile, name: str, config: dict[str, Any]) -> Tensor:
-    weight = torch.from_numpy(file.read(name).copy())
+def _weight(weight: Tensor, name: str, config: dict[str, Any]) -> Tensor:
     if name.endswith(("attn_q.weight", "attn_k.weight")):
         heads = config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
         # llama.cpp rotates neighbouring pairs, transformers the two halves of a head: put the rows back.
@@ -141,8 +150,7 @@ def _weight(file: GgufFile, name: str, config: dict[str, Any]) -> Tensor:
     return weight.to(torch.bfloat16).contiguous()
 
 
-def _write_tokenizer(file: GgufFile, target: Path) -> None:
-    values = file.metadata
+def _write_tokenizer(values: dict[str, Any], target: Path) -> None:
     if (kind := values["tokenizer.ggml.model"]) != "gpt2":
         raise GgufError(f"its tokenizer is {kind!r}, and only byte-level BPE ('gpt2') is converted")
     tokens: list[str] = values["tokenizer.ggml.tokens"]

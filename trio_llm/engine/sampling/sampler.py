@@ -6,7 +6,6 @@ gets an error of its own. Used by the torch executor.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -39,18 +38,15 @@ class SamplingRow:
 
 
 def sampling_row(sequence: EngineSequence, eos_token_ids: Iterable[int]) -> SamplingRow:
-    """The row for the next token of a sequence.
-
-    A request without a seed gets one that follows from its id, so that it too can be computed again.
-    """
+    """The row for the next token of a sequence. Its seed is set: the front end draws one where the caller did not."""
     params = sequence.params
+    assert params.seed is not None
     banned: frozenset[int] = frozenset()
     if sequence.num_output_tokens < params.min_tokens:
         banned = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             banned |= frozenset(eos_token_ids)
-    seed = params.seed if params.seed is not None else _seed_of(sequence.request_id)
-    return SamplingRow(params, seed, len(sequence.token_ids), banned)
+    return SamplingRow(params, params.seed, len(sequence.token_ids), banned)
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | RowError]:
@@ -147,7 +143,3 @@ def _add_logprobs(results: list[SampledToken | RowError], logits: Tensor, rows: 
         results[i] = SampledToken(
             token, LogprobRow([token, *top_ids[n][:count]], [own, *top_values[n][:count]], ranks[n])
         )
-
-
-def _seed_of(request_id: str) -> int:
-    return int.from_bytes(hashlib.blake2b(request_id.encode(), digest_size=8).digest(), "little", signed=True)

@@ -1,1 +1,0 @@
-"""Commands that measure; each prints one JSON object a line."""
