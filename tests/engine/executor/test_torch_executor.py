@@ -23,7 +23,7 @@ from trio_llm.sampling import SamplingParams
 
 MAX_TOKENS = 24
 LENGTHS = (1, 7, 32, 33, 70)
-GREEDY = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
+GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS)
 
 
 def make_prompt(length: int) -> list[int]:
@@ -145,9 +145,9 @@ def test_no_end_token_comes_before_min_tokens_even_if_the_model_wants_it(
     executor: TorchExecutor,
 ) -> None:
     prompt = make_prompt(12)
-    greedy = answers(executor, [make_sequence("a", prompt, SamplingParams(temperature=0, max_tokens=8))])[0]
+    greedy = answers(executor, [make_sequence("a", prompt, SamplingParams(temperature=0, seed=0, max_tokens=8))])[0]
     stop = greedy[2]
-    params = SamplingParams(temperature=0, max_tokens=8, min_tokens=6, stop_token_ids=(stop,), ignore_eos=True)
+    params = SamplingParams(temperature=0, seed=0, max_tokens=8, min_tokens=6, stop_token_ids=(stop,), ignore_eos=True)
 
     tokens = answers(executor, [make_sequence("b", prompt, params)])[0]
 
