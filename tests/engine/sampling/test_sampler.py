@@ -160,7 +160,10 @@ def test_zero_logprobs_gives_the_sampled_token_alone_and_none_gives_none() -> No
 
 def sequence(output: int, **params: Any) -> Sequence:
     return Sequence(
-        request_id="r", token_ids=[3] * (4 + output), num_prompt_tokens=4, params=SamplingParams(seed=0, **params)
+        request_id="r",
+        token_ids=[3] * (4 + output),
+        num_prompt_tokens=4,
+        params=SamplingParams(**{"seed": 0, **params}),
     )
 
 
