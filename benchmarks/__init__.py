@@ -1,0 +1,1 @@
+"""Commands that measure. Each prints one JSON object a line and case."""
