@@ -6,9 +6,11 @@ process, which gets its EngineConfig as msgpack through a pipe.
 
 from __future__ import annotations
 
+import ipaddress
+import math
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
@@ -91,6 +93,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
         _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
+        _check_positive("credit_steps", self.credit_steps)
+        _check_positive("startup_timeout_s", self.startup_timeout_s)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"--max-num-seqs ({self.max_num_seqs}) must not be above "
@@ -130,19 +134,28 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise ConfigError(f"--port must be from 0 to 65535, not {self.port}")
-        if self.host not in _LOOPBACK and not self.host.startswith("127.") and not self.allow_unauthenticated:
+        if not _is_loopback(self.host) and not self.allow_unauthenticated:
             raise ConfigError(
                 f"--host {self.host} would let everybody on the network use this server, which knows no keys yet; "
                 "use 127.0.0.1, or say --allow-unauthenticated"
             )
         _check_positive("--drain-timeout", self.drain_timeout_s, zero=True)
         _check_positive("--max-body-bytes", self.max_body_bytes)
+        _check_positive("body_timeout_s", self.body_timeout_s)
+        if not all(self.served_model_names):
+            raise ConfigError("--served-model-name must not be empty")
         _check_positive("--sse-keep-alive-interval", self.sse_keep_alive_interval_s)
 
 
-_LOOPBACK = ("localhost", "::1")
+def _is_loopback(host: str) -> bool:
+    """Only addresses and the one name: whatever else a name stands for is for others to say."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
-def _check_positive(flag: str, value: Any, *, zero: bool = False) -> None:
-    if value is not None and not (value > 0 or (zero and value == 0)):
+def _check_positive(flag: str, value: float | None, *, zero: bool = False) -> None:
+    # Written so that NaN is refused; infinity cannot be waited for.
+    if value is not None and not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
         raise ConfigError(f"{flag} must be {'0 or more' if zero else 'more than 0'}, not {value}")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import socket
 from typing import cast
 
+import msgspec
 import pytest
 import trio
 import trio.testing
@@ -16,8 +16,8 @@ from trio_llm.cli.main import run
 from trio_llm.cli.serve import _show_start_up
 from trio_llm.errors import EngineStartupError
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.model_config import ModelConfig
 from trio_llm.frontend.status import EngineStatus
+from trio_llm.wire.messages import ModelConfig
 
 MODEL = ModelConfig(
     model_dir="/models/tiny",
@@ -29,6 +29,7 @@ MODEL = ModelConfig(
     device="cpu",
     eos_token_ids=(2,),
     tasks=("generate",),
+    versions={},
 )
 
 
@@ -107,6 +108,6 @@ def test_the_banner_says_where_what_and_how_much() -> None:
 
 
 def test_a_cache_smaller_than_the_context_holds_one_request_of_its_own_size() -> None:
-    model = dataclasses.replace(MODEL, num_blocks=10)
+    model = msgspec.structs.replace(MODEL, num_blocks=10)
 
     assert "320 tokens: about 1 request of 320 tokens" in banner(model, name="tiny", urls=["http://a"], elapsed_s=0)

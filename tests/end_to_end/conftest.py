@@ -34,7 +34,6 @@ def fragile_server() -> Iterator[Server]:
         "bfloat16",
         "--num-gpu-blocks-override",
         str(NUM_BLOCKS),
-        "--keep-alive-on-engine-death",
     )
     server.wait_until_ready()
     yield server

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.fake import load_fake
-from trio_llm.engine.scheduling.scheduler import SchedulerLimits
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
     Abort,
@@ -24,17 +23,14 @@ from trio_llm.wire.messages import (
 
 
 def a_core(*, credit_steps: int = 1000, **fake: Any) -> EngineCore:
-    config = EngineConfig(fake=FakeEngineConfig(model_dir="/m", **fake), num_gpu_blocks_override=16)
-    executor = load_fake(config, lambda *_: None, model_dir="/m")
-    limits = SchedulerLimits(
-        num_blocks=16,
-        block_size=32,
+    config = EngineConfig(
+        fake=FakeEngineConfig(model_dir="/m", **fake),
+        num_gpu_blocks_override=16,
         max_num_seqs=4,
         max_num_batched_tokens=16,
-        max_model_len=executor.info.max_model_len,
-        eos_token_ids=(),
+        credit_steps=credit_steps,
     )
-    return EngineCore(executor, limits, epoch=3, credit_steps=credit_steps)
+    return EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=3)
 
 
 def a_request(request_id: str = "r", prompt: list[int] | None = None, **fields: Any) -> EngineCoreRequest:

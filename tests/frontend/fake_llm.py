@@ -56,7 +56,12 @@ class FakeSetUp:
 
 @asynccontextmanager
 async def open_fake_llm(
-    *, step_s: float = 0.0, stat_loggers: Sequence[StatLogger] = (), num_blocks: int = 64, **fake: Any
+    *,
+    step_s: float = 0.0,
+    stat_loggers: Sequence[StatLogger] = (),
+    num_blocks: int = 64,
+    wait_until_ready: bool = True,
+    **fake: Any,
 ) -> AsyncIterator[FakeSetUp]:
     """`fake`: fields of FakeEngineConfig."""
     config = EngineConfig(
@@ -64,5 +69,5 @@ async def open_fake_llm(
         fake=FakeEngineConfig(model_dir=fake_model_dir(), logits_width=LOGITS_WIDTH, **fake),
     )
     core = InMemoryCoreClient(load_fake(config, lambda *_: None, model_dir=fake_model_dir()), config, step_s=step_s)
-    async with open_llm_over(core, config, stat_loggers=stat_loggers) as llm:
+    async with open_llm_over(core, config, stat_loggers=stat_loggers, wait_until_ready=wait_until_ready) as llm:
         yield FakeSetUp(llm, core)

@@ -14,9 +14,10 @@ from trio_llm.errors import (
     InvalidRequestError,
     PromptTooLongError,
 )
+from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.request_stream import GenerateStream
 from trio_llm.frontend.statistics.stats import IterationStats
-from trio_llm.outputs import RequestOutput
+from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
 
@@ -76,7 +77,7 @@ async def test_a_slow_reader_loses_no_token(autojump_clock: MockClock) -> None:
 
 
 async def test_a_reader_that_reads_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trio_llm.frontend.output_handler._MAX_UNREAD_BYTES", 100)
+    monkeypatch.setattr("trio_llm.frontend.output_handler._MAX_UNREAD_BYTES", 5000)
     async with open_fake_llm() as fake:
         async with fake.llm.generate(HELLO, params(1000)) as stream:
             await fake.llm.wait_idle()
@@ -269,12 +270,15 @@ async def test_every_reader_gets_its_text_and_then_the_reason_when_the_engine_di
         await fake.llm.wait_idle()
 
 
-async def test_a_gap_in_the_output_ends_the_engine() -> None:
+@pytest.mark.parametrize("finish_reason", [None, "length"])
+async def test_a_gap_in_the_output_ends_the_engine(finish_reason: FinishReason | None) -> None:
     async with open_fake_llm() as fake, fake.llm.generate(HELLO, params(2000)) as stream:
         await anext(stream)
         assert fake.llm._handler.processor is not None
         (internal_id,) = fake.llm._handler.processor._states
-        fake.core.inject(EngineCoreOutputs(1, 9999, 0.0, [EngineCoreOutput(internal_id, 1999, [1])]))
+        fake.core.inject(
+            EngineCoreOutputs(1, 9999, 0.0, [EngineCoreOutput(internal_id, 1999, [1], finish_reason=finish_reason)])
+        )
 
         with pytest.raises(EngineDeadError, match="lost"):
             async for _ in stream:
@@ -306,7 +310,7 @@ async def test_health_is_a_round_trip_through_the_engines_loop(autojump_clock: M
     async with open_fake_llm() as fake:
         await fake.llm.check_health()
 
-        fake.core.is_paused = True
+        fake.core.pause()
         with trio.move_on_after(5) as scope:
             await fake.llm.check_health()
 
@@ -351,7 +355,7 @@ async def test_statistics_count_every_token_and_one_end_a_request() -> None:
         await fake.assert_nothing_is_left()
 
     assert sorted(recorder.reasons) == ["abort", "error", "length"]
-    assert recorder.num_tokens >= 6
+    assert 5 + 1 <= recorder.num_tokens < 5 + 2000
     assert recorder.last is not None
     assert (recorder.last.num_running, recorder.last.num_waiting) == (0, 0)
 
@@ -361,12 +365,80 @@ async def test_a_logger_that_raises_is_left_out(caplog: pytest.LogCaptureFixture
         def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
             raise OSError("disk full")
 
+    class BrokenLog(Recorder):
+        def log(self) -> None:
+            raise OSError("disk full")
+
     healthy = Recorder()
-    async with open_fake_llm(stat_loggers=[Broken(), healthy]) as fake:
+    async with open_fake_llm(stat_loggers=[Broken(), BrokenLog(), healthy]) as fake:
+        fake.llm.do_log_stats()
         await read(fake.llm.generate(HELLO, params(5)))
 
     assert healthy.num_tokens == 5
-    assert "left out" in caplog.text
+    assert caplog.text.count("left out") == 2
+
+
+async def test_a_reader_outside_the_block_of_open_llm_learns_that_it_was_left(autojump_clock: MockClock) -> None:
+    ends: list[str] = []
+
+    async def run(llm: AsyncLLM, started: trio.Event) -> None:
+        try:
+            async with llm.generate(HELLO, params(2000)) as stream:
+                async for _ in stream:
+                    started.set()
+        except EngineDeadError as error:
+            ends.append(str(error))
+
+    async with trio.open_nursery() as outer, open_fake_llm(step_s=0.1) as fake:
+        started = trio.Event()
+        outer.start_soon(run, fake.llm, started)
+        await started.wait()
+
+    assert "was left" in ends[0]
+    assert fake.llm.status.state == "dead"
+    with pytest.raises(EngineDeadError):
+        await read(fake.llm.generate(HELLO, params()))
+    with pytest.raises(EngineDeadError):
+        await fake.llm.check_health()
+
+
+async def test_what_needs_a_loaded_model_says_so_while_it_loads() -> None:
+    async with open_fake_llm(wait_until_ready=False) as fake:
+        for call in (fake.llm.check_health, fake.llm.check_scheduler, fake.llm.generate(HELLO).__aenter__):
+            with pytest.raises(EngineUnavailableError, match="loading"):
+                await call()
+        with pytest.raises(EngineUnavailableError):
+            fake.llm.get_supported_tasks()
+        states = [fake.llm.status.state]
+
+        await fake.llm.wait_until_ready()
+
+        assert [*states, fake.llm.status.state] == ["loading", "ready"]
+        assert fake.llm.get_supported_tasks() == ("generate",)
+
+
+async def test_many_rows_at_once_leave_room_for_other_tasks() -> None:
+    async with open_fake_llm() as fake, fake.llm.generate(HELLO, params(2000)) as stream:
+        await anext(stream)
+        turns = 0
+
+        async def count() -> None:
+            nonlocal turns
+            while True:
+                await trio.lowlevel.checkpoint()
+                turns += 1
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(count)
+            await trio.lowlevel.checkpoint()
+            for step in range(64):  # each smaller than a slice
+                rows = [EngineCoreOutput(f"unknown-{n}", 0, [1]) for n in range(64)]
+                fake.core.inject(EngineCoreOutputs(1, 10_000 + step, 0.0, rows))
+            before = turns
+            await fake.llm.check_health()
+            nursery.cancel_scope.cancel()
+
+        assert turns - before >= 64 * 64 // 128
 
 
 async def test_an_error_in_the_block_of_open_llm_comes_out_as_itself() -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
-import trio
 
 from tests.frontend.cancelling import cancel_at_every_checkpoint
 from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
@@ -87,12 +86,3 @@ async def test_cancelling_at_every_checkpoint_leaves_nothing_behind(
         num_checkpoints = await cancel_at_every_checkpoint(lambda: work(fake.llm), lambda: check_the_next_request(fake))
 
         assert num_checkpoints >= least, "so few checkpoints that the work was hardly interrupted anywhere"
-
-
-async def test_leaving_open_llm_while_requests_run_ends_everything() -> None:
-    with trio.fail_after(30):
-        async with open_fake_llm() as fake, trio.open_nursery() as nursery:
-            for _ in range(5):
-                nursery.start_soon(leave_in_the_middle, fake.llm)
-            await trio.lowlevel.checkpoint()
-            nursery.cancel_scope.cancel()

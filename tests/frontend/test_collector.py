@@ -139,14 +139,17 @@ async def test_a_reader_cancelled_while_a_put_wakes_it_loses_nothing() -> None:
     assert taken == ["a"]
 
 
-async def test_unread_bytes_go_back_to_zero_when_all_is_taken() -> None:
+async def test_what_is_unread_is_measured_until_it_is_taken() -> None:
     collector = RequestOutputCollector(DELTA)
     collector.put(an_output("a" * 100, 1))
-    assert collector.unread_bytes >= 100
+    one_more = collector.put(an_output("a" * 100, 1))
+    two_more = collector.put(an_output("a" * 100, 1))
+    assert two_more == 2 * one_more > 200
 
     await collector.receive()
 
-    assert collector.unread_bytes == 0
+    collector.put(an_output("a" * 100, 1))
+    assert collector.put(an_output("a" * 100, 1)) == one_more
 
 
 @given(takes=st.lists(st.booleans(), min_size=1, max_size=40))

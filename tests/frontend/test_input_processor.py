@@ -9,8 +9,8 @@ import pytest
 
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
-from trio_llm.frontend.model_config import ModelConfig
 from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import ModelConfig
 
 MODEL = ModelConfig(
     model_dir="/m",
@@ -22,6 +22,7 @@ MODEL = ModelConfig(
     device="cpu",
     eos_token_ids=(2,),
     tasks=("generate",),
+    versions={},
 )
 
 

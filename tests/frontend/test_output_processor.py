@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ TABLE = TokenTable(
     special_ids=frozenset({EOS}),
     scheme="bytes",
     decode=no_decoding,
+    logits_width=WIDTH,
 )
 
 
@@ -36,7 +38,7 @@ class Case:
     """One processor with one request, fed rows of our choice."""
 
     def __init__(self, **params: Any) -> None:
-        self.processor = OutputProcessor(TABLE, WIDTH)
+        self.processor = OutputProcessor(TABLE)
         request = EngineCoreRequest("x-1", [104], SamplingParams(max_tokens=1000, seed=1, **params))
         self.state = self.processor.add(request, "x")
         self.num_fed = 0
@@ -164,8 +166,10 @@ def test_a_missing_row_is_the_engines_fault() -> None:
     case = Case()
     case.row(list(b"a"))
 
-    with pytest.raises(OutputGap):
-        case.row(list(b"c"), start=2)
+    for finish_reason in (None, "length"):
+        with pytest.raises(OutputGap):
+            case.row(list(b"c"), start=2, finish_reason=finish_reason)
+    assert len(case.processor) == 1, "its reader must be told"
 
 
 @pytest.mark.parametrize("token_id", [-1, WIDTH, 2**63])
@@ -179,6 +183,26 @@ def test_an_id_the_model_cannot_emit_fails_its_request(token_id: int) -> None:
     assert str(token_id) in str(processed.error)
     assert processed.must_abort
     assert case.row([98], start=2) is None
+
+
+def test_an_error_of_our_own_fails_its_request_and_keeps_its_cause() -> None:
+    case = Case()
+    case.state.detokenizer = BrokenDetokenizer()
+
+    processed = case.row([97])
+
+    assert processed is not None
+    assert isinstance(processed.error, EngineGenerateError)
+    assert isinstance(processed.error.__cause__, ZeroDivisionError)
+    assert processed.must_abort
+
+
+class BrokenDetokenizer:
+    def feed(self, token_ids: Sequence[int]) -> str:
+        raise ZeroDivisionError
+
+    def finish(self) -> str:
+        raise ZeroDivisionError
 
 
 def test_an_id_that_only_the_tokenizer_does_not_know_is_no_text() -> None:
@@ -239,8 +263,5 @@ def test_a_request_aborted_on_demand_ends_with_what_was_held_back() -> None:
     assert output.finished
 
 
-def test_rows_of_requests_that_nobody_knows_are_counted_and_dropped() -> None:
-    processor = OutputProcessor(TABLE, WIDTH)
-
-    assert processor.process(EngineCoreOutput("gone", 0, [1])) is None
-    assert processor.num_unknown_rows == 1
+def test_rows_of_requests_that_nobody_knows_are_dropped() -> None:
+    assert OutputProcessor(TABLE).process(EngineCoreOutput("gone", 0, [1])) is None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trio_llm.frontend.model_config import ModelConfig
+from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["banner"]
 

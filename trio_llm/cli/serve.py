@@ -23,7 +23,6 @@ from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.frontend.statistics.stats import StatLogger
-from trio_llm.frontend.watchdog import watch
 
 __all__ = ["run_server", "serve_engine"]
 
@@ -80,15 +79,12 @@ async def serve_engine(
 
             async def run_http(task_status: trio.TaskStatus[list[str]]) -> None:
                 await serve(llm, server, metrics=metrics, listeners=listeners, stop=stop, task_status=task_status)
-                if llm.dead_error is not None and not llm.should_keep_api_server_alive:
-                    raise llm.dead_error
                 nursery.cancel_scope.cancel()
 
             nursery.start_soon(stop_on_signals, stop)
             nursery.start_soon(_end_in_time, stop, server.drain_timeout_s)
             urls = await nursery.start(run_http)
             await _show_start_up(llm, sys.stderr)
-            nursery.start_soon(watch, llm, stop.set)
             print(banner(llm.model_config, name=name, urls=urls, elapsed_s=llm.status.elapsed_s), flush=True)
 
 

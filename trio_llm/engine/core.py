@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
+from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
@@ -35,42 +36,27 @@ class EngineCore:
 
     Args:
         executor: a loaded model.
-        limits: of the scheduler; they agree with `executor.info`.
+        config: budget, sequences and credit.
         epoch: count of this incarnation, put into every message.
-        credit_steps: messages that may be unacknowledged before no further step is taken.
     """
 
-    def __init__(self, executor: Executor, limits: SchedulerLimits, *, epoch: int, credit_steps: int) -> None:
+    def __init__(self, executor: Executor, config: EngineConfig, *, epoch: int) -> None:
         self._executor = executor
-        self._scheduler = Scheduler(limits)
+        self._scheduler = Scheduler(SchedulerLimits.of(executor.info, config))
         self._epoch = epoch
-        self._credit_steps = credit_steps
+        self._credit_steps = config.credit_steps
         self._num_sent = 0
         self._num_acknowledged = 0
         self._rows: list[EngineCoreOutput] = []
         self._utility_results: list[UtilityResult] = []
         self._utilities: Final[dict[str, Callable[..., UtilityValue]]] = {
             "ping": self._ping,
-            "get_supported_tasks": self._get_supported_tasks,
             "check_scheduler": self._check_scheduler,
         }
 
     def ready(self) -> Ready:
         """The message that opens this engine for requests."""
-        info = self._executor.info
-        return Ready(
-            epoch=self._epoch,
-            model_dir=info.model_dir,
-            max_model_len=info.max_model_len,
-            logits_width=info.logits_width,
-            num_blocks=info.num_blocks,
-            block_size=info.block_size,
-            dtype=info.dtype,
-            device=info.device,
-            eos_token_ids=list(info.eos_token_ids),
-            tasks=list(info.tasks),
-            versions=info.versions,
-        )
+        return Ready(self._epoch, self._executor.info)
 
     @property
     def has_credit(self) -> bool:
@@ -181,9 +167,6 @@ class EngineCore:
     def _ping(self) -> int:
         """Answer through the loop; the value is the number of messages sent so far."""
         return self._num_sent
-
-    def _get_supported_tasks(self) -> list[PlainValue]:
-        return list(self._executor.info.tasks)
 
     def _check_scheduler(self) -> dict[str, PlainValue]:
         """Assert the scheduler's invariants and tell its block counts."""

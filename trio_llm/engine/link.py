@@ -1,6 +1,6 @@
 """EngineLink: the engine's end of the wire, two zmq sockets. Used by the engine's one thread.
 
-A malformed frame is dropped and counted; nothing that arrives can end the engine.
+A malformed frame is dropped with a line on standard error; nothing that arrives can end the engine.
 """
 
 from __future__ import annotations
@@ -32,13 +32,12 @@ class EngineLink:
         self._input.setsockopt(zmq.IDENTITY, engine_identity(boot.engine_index))
         self._output = self._context.socket(zmq.PUSH)
         for socket in (self._input, self._output):
-            # The credit and admission bound what is under way; a high-water mark would drop or block.
+            # The credit bounds what is under way; a high-water mark would drop or block.
             socket.setsockopt(zmq.SNDHWM, 0)
             socket.setsockopt(zmq.RCVHWM, 0)
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
         self._input.connect(boot.input_address)
         self._output.connect(boot.output_address)
-        self.num_malformed = 0
         # Tells the ROUTER that the identity is there: it can address this engine from now on.
         self._input.send(b"")
 
@@ -53,7 +52,6 @@ class EngineLink:
                 try:
                     messages.append(decode_to_engine(frame))
                 except CodecError as error:
-                    self.num_malformed += 1
                     print(f"dropped a frame: {error}", file=sys.stderr)
         except zmq.Again:
             pass

@@ -19,7 +19,6 @@ from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import Executor, ProgressCallback
 from trio_llm.engine.link import EngineLink
 from trio_llm.engine.loop import run_loop
-from trio_llm.engine.scheduling.scheduler import SchedulerLimits
 from trio_llm.errors import TrioLLMError
 from trio_llm.wire.boot import LENGTH_BYTES, EngineBoot, decode_boot
 from trio_llm.wire.messages import EngineDead, Progress
@@ -48,7 +47,9 @@ def main() -> NoReturn:
         traceback.print_exc()
         link.send(EngineDead(boot.epoch, f"{type(error).__name__}: {error}"))
     link.close()
-    sys.exit(1)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)  # not sys.exit: tearing down a device that failed may hang
 
 
 def _serve(boot: EngineBoot, link: EngineLink) -> None:
@@ -57,16 +58,7 @@ def _serve(boot: EngineBoot, link: EngineLink) -> None:
 
     tell("starting", 0, 0)
     executor = _load(boot.config, tell)
-    info = executor.info
-    limits = SchedulerLimits(
-        num_blocks=info.num_blocks,
-        block_size=info.block_size,
-        max_num_seqs=boot.config.max_num_seqs,
-        max_num_batched_tokens=boot.config.max_num_batched_tokens,
-        max_model_len=info.max_model_len,
-        eos_token_ids=info.eos_token_ids,
-    )
-    core = EngineCore(executor, limits, epoch=boot.epoch, credit_steps=boot.config.credit_steps)
+    core = EngineCore(executor, boot.config, epoch=boot.epoch)
     link.send(core.ready())
     run_loop(core, link, epoch=boot.epoch)
 

@@ -31,7 +31,6 @@ from trio_llm.frontend.core_client.one_engine import OneEngineClient
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
-from trio_llm.frontend.model_config import ModelConfig
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
@@ -41,7 +40,7 @@ from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import Progress, Ready
+from trio_llm.wire.messages import ModelConfig, Progress, Ready
 
 __all__ = ["AsyncLLM", "open_llm"]
 
@@ -105,6 +104,8 @@ async def open_llm_over(
                     await llm.wait_until_ready()
                 yield llm
             finally:
+                # Readers in nurseries outside this block must not wait for ever.
+                llm._close()
                 nursery.cancel_scope.cancel()
 
 
@@ -147,6 +148,7 @@ class AsyncLLM(EngineClient):
         self._idle_waiters = trio.lowlevel.ParkingLot()
         self._dead_error: EngineDeadError | None = None
         self._is_draining = False
+        self._is_closed = False
         self._model_config: ModelConfig | None = None
         self._renderer: Renderer | None = None
         self._input_processor: InputProcessor | None = None
@@ -226,12 +228,9 @@ class AsyncLLM(EngineClient):
         return sum(self._handler.abort(request_id) for request_id in ids)
 
     def check_admission(self) -> None:
-        if self._dead_error is not None:
-            raise type(self._dead_error)(*self._dead_error.args)
-        if self._is_draining:
+        if self._is_draining and self._dead_error is None:
             raise EngineUnavailableError("the server is shutting down and takes no new requests")
-        if self._model_config is None:
-            raise self._not_ready()
+        self._check_ready()
 
     # ----------------------------------------------------------------------------------------- state
 
@@ -266,20 +265,18 @@ class AsyncLLM(EngineClient):
 
         Raises:
             EngineStartupError: the engine ended before.
+            EngineDeadError: the engine ended since.
         """
         await self._settled.wait()
-        if self._dead_error is not None:
-            raise EngineStartupError(*self._dead_error.args)
+        self._check_ready()
 
     async def wait_dead(self) -> EngineDeadError:
-        """Wait until the engine is dead for good, and return why. Cancellation: safe."""
         await self._dead.wait()
         assert self._dead_error is not None
         return self._dead_error
 
     async def check_health(self) -> None:
-        if not self._is_draining:
-            self.check_admission()
+        self._check_ready()
         await self._utilities.call("ping")
 
     async def check_scheduler(self) -> dict[str, int]:
@@ -289,8 +286,10 @@ class AsyncLLM(EngineClient):
 
         Raises:
             EngineGenerateError: an invariant does not hold.
+            EngineUnavailableError: the model is still loading.
             EngineDeadError: the engine is gone.
         """
+        self._check_ready()
         counts = await self._utilities.call("check_scheduler")
         if not isinstance(counts, dict):
             raise EngineGenerateError(f"the engine answered check_scheduler with {counts!r}")
@@ -328,7 +327,7 @@ class AsyncLLM(EngineClient):
                 await self._has_ready_message.wait()
         if self._ready_message is None:
             return
-        model = ModelConfig.from_ready(self._ready_message)
+        model = self._ready_message.model
         self._progress = Progress(0, "tokenizer", 0, 0)
         try:
             load = partial(Renderer.load, Path(model.model_dir), model.max_model_len, logits_width=model.logits_width)
@@ -336,7 +335,7 @@ class AsyncLLM(EngineClient):
         except EngineStartupError as error:
             self._core.kill(str(error))
             return
-        self._handler.processor = OutputProcessor(renderer.token_table, model.logits_width)
+        self._handler.processor = OutputProcessor(renderer.token_table)
         self._renderer = renderer
         self._input_processor = InputProcessor(model)
         self._model_config = model
@@ -359,12 +358,19 @@ class AsyncLLM(EngineClient):
         self._ready_message = ready
         self._has_ready_message.set()
 
+    def _close(self) -> None:
+        """The block of `open_llm` is left: nobody waits for an answer any more. Synchronous."""
+        if self._dead_error is None:
+            self._is_closed = True
+            self._handler.give_up(EngineDeadError("the block of open_llm() was left, and the engine with it"))
+
     def _on_dead(self, error: EngineDeadError) -> None:
         if self._model_config is None:
             self._dead_error = EngineStartupError(*error.args)  # `wait_until_ready` raises it: no need to log
         else:
             self._dead_error = error
-            logger.error("the engine is dead: %s", error)
+            if not self._is_closed:
+                logger.error("the engine is dead: %s", error)
         self._utilities.fail_all(error)
         self._has_ready_message.set()
         self._settled.set()
@@ -373,6 +379,10 @@ class AsyncLLM(EngineClient):
     def _on_request_gone(self) -> None:
         if not self._handler.num_unfinished:
             self._idle_waiters.unpark_all()
+
+    def _check_ready(self) -> None:
+        if self._dead_error is not None or self._model_config is None:
+            raise self._not_ready()
 
     def _not_ready(self) -> EngineDeadError | EngineUnavailableError:
         if self._dead_error is not None:

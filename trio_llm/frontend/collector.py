@@ -1,11 +1,12 @@
 """RequestOutputCollector: the mailbox of one request, a memory channel of size 1 that merges.
 
 The output handler puts and never waits; the request's reader takes. A slow reader gets fewer and larger pieces; no
-token is lost on the way. Used by the output handler and by `RequestStream`.
+token is lost on the way. Used by the output handler and by `GenerateStream`.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Final
 
 import trio
@@ -15,8 +16,18 @@ from trio_llm.sampling import RequestOutputKind
 
 __all__ = ["RequestOutputCollector"]
 
+_PIECE_BYTES: Final = 350
 _TOKEN_BYTES: Final = 8
 _LOGPROBS_BYTES: Final = 200
+"""What pieces, token ids and log-probabilities take as Python objects, about."""
+
+
+@dataclass(slots=True)
+class _Unread:
+    """What the one slot holds: pieces that are joined when taken, so that merging costs the same each time."""
+
+    pieces: list[RequestOutput]
+    size_bytes: int
 
 
 class RequestOutputCollector:
@@ -28,29 +39,30 @@ class RequestOutputCollector:
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._merge_by_joining = kind is RequestOutputKind.DELTA
-        # The one slot holds a list of pieces: they are joined when taken, so that merging costs the same each time.
-        self._send: trio.MemorySendChannel[list[RequestOutput]]
-        self._receive: trio.MemoryReceiveChannel[list[RequestOutput]]
-        self._send, self._receive = trio.open_memory_channel[list[RequestOutput]](1)
+        self._send: trio.MemorySendChannel[_Unread]
+        self._receive: trio.MemoryReceiveChannel[_Unread]
+        self._send, self._receive = trio.open_memory_channel[_Unread](1)
         self._error: BaseException | None = None
-        self.unread_bytes = 0
-        """About how much memory the unread pieces take."""
 
-    def put(self, output: RequestOutput) -> None:
-        """Add an output. Never blocks; does nothing if the reader has left or an error was put."""
-        pieces = [output]
+    def put(self, output: RequestOutput) -> int:
+        """Add an output. Never blocks; does nothing if the reader has left or an error was put.
+
+        Returns:
+            About how many bytes of memory the unread pieces take now; 0 if the reader waits for them already.
+        """
+        new = _Unread([output], 0)
         try:
-            self._send.send_nowait(pieces)
+            self._send.send_nowait(new)
         except trio.WouldBlock:
             unread = self._receive.receive_nowait()
             if self._merge_by_joining:
-                unread.append(output)
-                pieces = unread
-            self._send.send_nowait(pieces)
+                unread.pieces.append(output)
+                unread.size_bytes += _size_bytes(output)
+                new = unread
+            self._send.send_nowait(new)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            return
-        if self._merge_by_joining:
-            self.unread_bytes += _size_bytes(output)
+            return 0
+        return new.size_bytes
 
     def put_error(self, error: BaseException) -> None:
         """End the mailbox: the reader gets what is unread, then this error. The first error counts. Never blocks."""
@@ -72,15 +84,14 @@ class RequestOutputCollector:
         await trio.lowlevel.checkpoint_if_cancelled()
         try:
             try:
-                pieces = self._receive.receive_nowait()
+                unread = self._receive.receive_nowait()
             except trio.WouldBlock:
-                pieces = await self._receive.receive()
+                unread = await self._receive.receive()
         except trio.EndOfChannel:
             if self._error is None:
                 raise
-            raise self._error from None
-        self.unread_bytes = 0
-        return pieces[0] if len(pieces) == 1 else _join(pieces)
+            raise self._error from self._error.__cause__
+        return unread.pieces[0] if len(unread.pieces) == 1 else _join(unread.pieces)
 
     def close(self) -> None:
         """The reader leaves: from now on `put` does nothing. Idempotent."""
@@ -89,7 +100,7 @@ class RequestOutputCollector:
 
 
 def _size_bytes(output: RequestOutput) -> int:
-    return sum(
+    return _PIECE_BYTES + sum(
         len(choice.text) + _TOKEN_BYTES * len(choice.token_ids) + _LOGPROBS_BYTES * len(choice.logprobs or ())
         for choice in output.outputs
     )

@@ -17,9 +17,9 @@ from trio_llm.outputs import RequestOutput
 if TYPE_CHECKING:
     from trio_llm.config import EngineConfig
     from trio_llm.frontend.input_processor import InputProcessor
-    from trio_llm.frontend.model_config import ModelConfig
     from trio_llm.frontend.rendering.renderer import Renderer
     from trio_llm.sampling import SamplingParams
+    from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["EngineClient", "RequestStream"]
 
@@ -49,7 +49,6 @@ class RequestStream(Protocol):
 class EngineClient(abc.ABC):
     """A model to generate with, wherever it runs."""
 
-    # Set once the engine is ready; reading them earlier raises EngineUnavailableError.
     config: EngineConfig
 
     @property
@@ -130,12 +129,12 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     async def check_health(self) -> None:
-        """Return if the engine answers a round trip through its loop.
+        """Return if the engine answers a round trip through its loop, also while draining.
 
         Cancellation: safe; nothing stays behind.
 
         Raises:
-            EngineUnavailableError: loading or draining.
+            EngineUnavailableError: loading.
             EngineDeadError: the engine is gone.
         """
 
@@ -158,6 +157,10 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def dead_error(self) -> EngineDeadError | None:
         """Why the engine is dead, or None."""
+
+    @abc.abstractmethod
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the engine is dead for good, and return why. Cancellation: safe."""
 
     @property
     @abc.abstractmethod

@@ -33,7 +33,7 @@ def unwrap_single() -> Iterator[None]:
         leaf = single_leaf(group)
         if leaf is None:
             raise
-        raise leaf from None
+        raise leaf from leaf.__cause__  # not "from the group", which says nothing more
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

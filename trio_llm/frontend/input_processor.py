@@ -11,9 +11,8 @@ from typing import Any
 import msgspec
 
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
-from trio_llm.frontend.model_config import ModelConfig
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import EngineCoreRequest
+from trio_llm.wire.messages import EngineCoreRequest, ModelConfig
 
 __all__ = ["InputProcessor", "make_internal_id"]
 

@@ -33,7 +33,8 @@ logger = logging.getLogger(__name__)
 
 _SLICE_ROWS: Final = 128
 """Rows handled between two schedule points, so that a large batch does not keep other tasks waiting."""
-_MAX_UNREAD_BYTES: Final = 1024 * 1024
+_MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024
+"""Of memory, for one request: about ten thousand tokens that nobody reads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +73,7 @@ class OutputHandler:
         self._hooks = hooks
         self._ack_steps = ack_steps
         self._acknowledged = 0
+        self._rows_since_checkpoint = 0
         self._requests: dict[RequestState, LiveRequest] = {}
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no row comes before."""
@@ -90,8 +92,7 @@ class OutputHandler:
             try:
                 messages = await self._core.receive()
             except EngineDeadError as error:
-                self._hooks.on_dead(error)
-                self._fail_all(error)
+                self.give_up(error)
                 return
             self._hooks.on_sign_of_life()
             for message in messages:
@@ -145,14 +146,14 @@ class OutputHandler:
                 pass  # Heartbeat: any message is a sign of life. EngineDead: the core client has read it.
 
     async def _take_outputs(self, message: EngineCoreOutputs) -> None:
-        assert self.processor is not None
         now_s = trio.current_time()
         if message.stats is not None:
             self._recorder.scheduler(message.stats)
         for result in message.utility_results:
             self._hooks.on_utility_result(result)
         aborted: list[str] = []
-        for count, row in enumerate(message.outputs, start=1):
+        for row in message.outputs:
+            assert self.processor is not None, "no request was sent before the model was ready"
             try:
                 processed = self.processor.process(row)
             except OutputGap as gap:
@@ -160,7 +161,9 @@ class OutputHandler:
                 break
             if processed is not None:
                 self._deliver(processed, aborted, now_s)
-            if count % _SLICE_ROWS == 0:
+            self._rows_since_checkpoint += 1
+            if self._rows_since_checkpoint >= _SLICE_ROWS:
+                self._rows_since_checkpoint = 0
                 await trio.lowlevel.checkpoint()
         if aborted:
             self._core.send_nowait(Abort(aborted))
@@ -169,26 +172,24 @@ class OutputHandler:
         request = self._requests[row.state]
         if row.num_new_tokens:
             self._recorder.tokens(row.state, request.clock, row.num_new_tokens, now_s)
-        if row.output is not None:
-            request.collector.put(row.output)
+        unread_bytes = request.collector.put(row.output) if row.output is not None else 0
         if row.error is not None:
-            logger.warning("request %s failed: %s", row.state.external_id, row.error)
+            # A cause is a bug of ours: its traceback is all there is to find it by.
+            logger.warning("request %s failed: %s", row.state.external_id, row.error, exc_info=row.error.__cause__)
             request.collector.put_error(row.error)
         if row.finish_reason is not None:
             self._recorder.request_finished(row.state, request.clock, row.finish_reason)
-        elif request.collector.unread_bytes > _MAX_UNREAD_BYTES:
-            self._give_up_on_reader(request, aborted)
+        elif unread_bytes > _MAX_UNREAD_BYTES:
+            self._give_up_on_reader(request, unread_bytes, aborted)
         if row.must_abort:
             aborted.append(row.state.request.request_id)
         if row.is_gone:
             self._forget(row.state)
 
-    def _give_up_on_reader(self, request: LiveRequest, aborted: list[str]) -> None:
+    def _give_up_on_reader(self, request: LiveRequest, unread_bytes: int, aborted: list[str]) -> None:
         assert self.processor is not None
         request.collector.put_error(
-            EngineGenerateError(
-                f"{request.collector.unread_bytes} bytes of output were not read, the limit is {_MAX_UNREAD_BYTES}"
-            )
+            EngineGenerateError(f"{unread_bytes} bytes of output were not read, the limit is {_MAX_UNREAD_BYTES}")
         )
         if self.processor.bury(request.state):
             self._recorder.request_finished(request.state, request.clock, "abort")
@@ -204,14 +205,17 @@ class OutputHandler:
         self._requests.pop(state, None)
         self._hooks.on_request_gone()
 
-    def _fail_all(self, error: EngineDeadError) -> None:
-        if self.processor is not None:
-            for state in self.processor.take_all():
-                request = self._requests[state]
+    def give_up(self, error: EngineDeadError) -> None:
+        """The engine is gone: every reader gets the text it is owed, then the error. Synchronous; once."""
+        self._hooks.on_dead(error)
+        for state, request in self._requests.items():
+            if not state.is_tombstone:
                 # One exception object must not be raised in many tasks: each would add its own traceback.
                 request.collector.put_error(type(error)(*error.args))
                 self._recorder.request_finished(state, request.clock, "error")
         self._requests.clear()
+        if self.processor is not None:
+            self.processor.clear()
         self._recorder.engine_gone()
         self._recorder.flush()
         self._hooks.on_request_gone()

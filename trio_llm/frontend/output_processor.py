@@ -80,15 +80,11 @@ class OutputProcessor:
 
     Args:
         table: of the loaded model's tokenizer.
-        logits_width: ids at or above it are the engine's mistake.
     """
 
-    def __init__(self, table: TokenTable, logits_width: int) -> None:
+    def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._logits_width = logits_width
         self._states: dict[str, RequestState] = {}
-        self.num_unknown_rows = 0
-        """Rows for requests that are forgotten already. Harmless: an abort and the end may cross."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -128,11 +124,9 @@ class OutputProcessor:
         assert output is not None
         return output
 
-    def take_all(self) -> list[RequestState]:
-        """Forget every request: the engine is gone. Returns those that somebody still reads."""
-        states = [state for state in self._states.values() if not state.is_tombstone]
+    def clear(self) -> None:
+        """Forget every request: the engine is gone."""
         self._states.clear()
-        return states
 
     def states_of(self, external_id: str) -> list[RequestState]:
         """The requests that somebody still reads and that the caller calls so."""
@@ -148,17 +142,16 @@ class OutputProcessor:
         """
         state = self._states.get(row.request_id)
         if state is None:
-            self.num_unknown_rows += 1
-            return None
+            return None  # harmless: an abort and the end may cross
         is_gone = row.finish_reason is not None
+        if row.start > state.num_tokens and not state.is_tombstone:
+            raise OutputGap(
+                f"request {row.request_id} has {state.num_tokens} tokens and got a row that starts at {row.start}"
+            )
         if is_gone:
             del self._states[row.request_id]
         if state.is_tombstone:
             return ProcessedRow(state, is_gone=True) if is_gone else None
-        if row.start > state.num_tokens:
-            raise OutputGap(
-                f"request {row.request_id} has {state.num_tokens} tokens and got a row that starts at {row.start}"
-            )
         if row.num_cached_tokens:
             state.num_cached_tokens = row.num_cached_tokens
         try:
@@ -191,11 +184,6 @@ class OutputProcessor:
         num_known = state.num_tokens - row.start
         token_ids = row.new_token_ids[num_known:] if num_known else row.new_token_ids
         logprob_rows = row.logprobs[num_known:] if row.logprobs is not None else None
-        for token_id in token_ids:
-            if not 0 <= token_id < self._logits_width:
-                raise EngineGenerateError(
-                    f"the engine gave token id {token_id}, the model's ids are 0 to {self._logits_width - 1}"
-                )
         news = _News(finish_reason=row.finish_reason, stop_reason=row.stop_reason)
         if state.scanner is None:
             news.token_ids = token_ids

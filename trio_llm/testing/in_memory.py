@@ -12,7 +12,6 @@ import trio
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import Executor
-from trio_llm.engine.scheduling.scheduler import SchedulerLimits
 from trio_llm.errors import EngineDeadError
 from trio_llm.wire.codec import decode_from_engine, decode_to_engine, encode
 from trio_llm.wire.messages import FromEngine, ToEngine
@@ -32,20 +31,7 @@ class InMemoryCoreClient:
     """
 
     def __init__(self, executor: Executor, config: EngineConfig, *, step_s: float = 0.0) -> None:
-        info = executor.info
-        self.core = EngineCore(
-            executor,
-            SchedulerLimits(
-                num_blocks=info.num_blocks,
-                block_size=info.block_size,
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=config.max_num_batched_tokens,
-                max_model_len=info.max_model_len,
-                eos_token_ids=info.eos_token_ids,
-            ),
-            epoch=_EPOCH,
-            credit_steps=config.credit_steps,
-        )
+        self.core = EngineCore(executor, config, epoch=_EPOCH)
         self._step_s = step_s
         self._inbox: deque[bytes] = deque()
         self._outbox: deque[bytes] = deque([encode(self.core.ready())])
@@ -53,8 +39,7 @@ class InMemoryCoreClient:
         self._has_output = trio.Event()
         self._has_output.set()
         self._dead_reason: str | None = None
-        self.is_paused = False
-        """While True the engine takes no step, as one that hangs."""
+        self._is_paused = False
 
     async def run(self) -> None:
         try:
@@ -85,15 +70,24 @@ class InMemoryCoreClient:
         self._has_input.set()
         self._has_output.set()
 
+    def pause(self) -> None:
+        """Take no step and read no message, as an engine that hangs."""
+        self._is_paused = True
+
+    def resume(self) -> None:
+        """Undo `pause`."""
+        self._is_paused = False
+        self._has_input.set()
+
     def inject(self, frame_of: FromEngine) -> None:
         """Put a message into the output path, as if the engine had sent it."""
         self._outbox.append(encode(frame_of))
         self._has_output.set()
 
     async def _turn(self) -> None:
-        while self._inbox:
+        while self._inbox and not self._is_paused:
             self.core.handle(decode_to_engine(self._inbox.popleft()), trio.current_time())
-        if self.is_paused or not self.core.is_busy:
+        if self._is_paused or not self.core.is_busy:
             self._has_input = trio.Event()
             await self._has_input.wait()
             return

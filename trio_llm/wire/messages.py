@@ -24,6 +24,7 @@ __all__ = [
     "FromEngine",
     "Heartbeat",
     "LogprobRow",
+    "ModelConfig",
     "PlainValue",
     "Progress",
     "Ready",
@@ -147,22 +148,32 @@ class EngineCoreOutputs(_Message, frozen=True, tag="outputs"):
     utility_results: list[UtilityResult] = msgspec.field(default_factory=list)
 
 
+class ModelConfig(_Message, frozen=True, kw_only=True):
+    """The loaded model: what its executor tells, and what the front end checks requests against."""
+
+    model_dir: str
+    """Directory in Hugging Face form with the tokenizer that belongs to the weights."""
+    max_model_len: int
+    """Tokens of prompt and answer together."""
+    logits_width: int
+    """Number of ids that the model can emit; the tokenizer may know fewer or more."""
+    num_blocks: int
+    block_size: int
+    """KV cache: blocks, and tokens in each."""
+    dtype: str
+    device: str
+    eos_token_ids: tuple[int, ...]
+    tasks: tuple[str, ...]
+    """What the model can do: `generate`."""
+    versions: dict[str, str]
+    """Of what computes: torch and others."""
+
+
 class Ready(_Message, frozen=True, tag="ready"):
     """The model is loaded and the engine takes requests."""
 
     epoch: int
-    model_dir: str
-    """Directory in Hugging Face form with the tokenizer that belongs to the weights."""
-    max_model_len: int
-    logits_width: int
-    """Number of ids the model can emit; the tokenizer may know fewer or more."""
-    num_blocks: int
-    block_size: int
-    dtype: str
-    device: str
-    eos_token_ids: list[int]
-    tasks: list[str]
-    versions: dict[str, str]
+    model: ModelConfig
 
 
 class Progress(_Message, frozen=True, tag="progress"):

@@ -453,7 +453,7 @@ def test_statistics_tell_what_runs_waits_and_is_free() -> None:
     assert num_prompt_tokens == [4, 2, 0]
     stats = engine.scheduler.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_free_blocks, stats.num_blocks) == (1, 1, 6, 8)
-    assert engine.scheduler.num_running == 1
+    assert engine.scheduler.stats().num_running == 1
 
 
 # --------------------------------------------------------------------------------- what is refused

@@ -16,11 +16,11 @@ from trio_llm.config import EngineConfig
 from trio_llm.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.input_processor import InputProcessor
-from trio_llm.frontend.model_config import ModelConfig
 from trio_llm.frontend.rendering.renderer import RenderedPrompt, Renderer
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from trio_llm.sampling import RequestOutputKind, SamplingParams
+from trio_llm.wire.messages import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,7 @@ MODEL_CONFIG = ModelConfig(
     device="cpu",
     eos_token_ids=(2,),
     tasks=("generate",),
+    versions={},
 )
 
 
@@ -106,6 +107,7 @@ class FakeClient(EngineClient):
         self.scripts = list(scripts)
         self.config = EngineConfig()
         self.state = EngineStatus(state="ready")
+        self.died = trio.Event()
         self.health: Exception | trio.Event | None = None
         self.admission_error: Exception | None = None
         self.num_prompt_tokens = 5
@@ -193,6 +195,10 @@ class FakeClient(EngineClient):
     @property
     def dead_error(self) -> EngineDeadError | None:
         return EngineDeadError("dead") if self.state.state == "dead" else None
+
+    async def wait_dead(self) -> EngineDeadError:
+        await self.died.wait()
+        return EngineDeadError("dead")
 
     @property
     def should_keep_api_server_alive(self) -> bool:

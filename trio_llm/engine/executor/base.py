@@ -10,11 +10,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from trio_llm.engine.scheduling.sequence import Sequence
-from trio_llm.wire.messages import LogprobRow
+from trio_llm.wire.messages import LogprobRow, ModelConfig
 
 __all__ = [
     "Executor",
-    "ModelInfo",
     "ProgressCallback",
     "RowError",
     "SampledToken",
@@ -65,22 +64,6 @@ class StepResult:
     """One a chunk with `samples`, in the plan's order."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelInfo:
-    """What the loaded model is; goes into `Ready`."""
-
-    model_dir: str
-    max_model_len: int
-    logits_width: int
-    num_blocks: int
-    block_size: int
-    dtype: str
-    device: str
-    eos_token_ids: tuple[int, ...]
-    tasks: tuple[str, ...]
-    versions: dict[str, str]
-
-
 ProgressCallback = Callable[[str, int, int], None]
 """(phase, done, total) while a model loads; total 0: not known."""
 
@@ -89,7 +72,7 @@ class Executor(Protocol):
     """Runs steps of a loaded model. Called from one thread."""
 
     @property
-    def info(self) -> ModelInfo: ...
+    def info(self) -> ModelConfig: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Compute the plan's tokens, write their K and V into the blocks, sample where asked.

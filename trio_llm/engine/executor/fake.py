@@ -15,7 +15,6 @@ import msgspec
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.base import (
-    ModelInfo,
     ProgressCallback,
     RowError,
     SampledToken,
@@ -25,7 +24,7 @@ from trio_llm.engine.executor.base import (
 )
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.version import __version__
-from trio_llm.wire.messages import LogprobRow
+from trio_llm.wire.messages import LogprobRow, ModelConfig
 
 __all__ = ["FakeExecutor", "load_fake"]
 
@@ -84,7 +83,7 @@ class FakeExecutor:
         self._owners: list[_Run | None] = [None] * num_blocks
         """Who wrote to a block last."""
         self._num_steps = 0
-        self._info = ModelInfo(
+        self._info = ModelConfig(
             model_dir=model_dir,
             max_model_len=min(fake.max_model_len, num_blocks * block_size),
             logits_width=fake.logits_width,
@@ -98,7 +97,7 @@ class FakeExecutor:
         )
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> ModelConfig:
         return self._info
 
     def execute(self, plan: StepPlan) -> StepResult:

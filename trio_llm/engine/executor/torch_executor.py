@@ -13,7 +13,6 @@ import transformers
 
 from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.executor.base import (
-    ModelInfo,
     ProgressCallback,
     RowError,
     SampledToken,
@@ -32,6 +31,7 @@ from trio_llm.engine.worker.machine import usable_cpus
 from trio_llm.errors import EngineStartupError
 from trio_llm.sampling import SamplingParams
 from trio_llm.version import __version__
+from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["TorchExecutor", "load_torch"]
 
@@ -46,7 +46,7 @@ class TorchExecutor:
         self._model = model
         self._num_blocks = cache.num_blocks
         self._kv = allocate_kv_cache(cache.num_blocks, model.kv_shape, model.device)
-        self._info = ModelInfo(
+        self._info = ModelConfig(
             model_dir=model_dir,
             max_model_len=cache.max_model_len,
             logits_width=model.logits_width,
@@ -65,7 +65,7 @@ class TorchExecutor:
         )
 
     @property
-    def info(self) -> ModelInfo:
+    def info(self) -> ModelConfig:
         return self._info
 
     @torch.inference_mode()

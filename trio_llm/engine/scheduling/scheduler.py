@@ -12,11 +12,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
 from trio_llm.engine.scheduling.blocks import BlockPool
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
 from trio_llm.outputs import FinishReason
-from trio_llm.wire.messages import EngineCoreOutput, SchedulerStats
+from trio_llm.wire.messages import EngineCoreOutput, ModelConfig, SchedulerStats
 
 __all__ = ["Scheduler", "SchedulerLimits"]
 
@@ -39,6 +40,18 @@ class SchedulerLimits:
     def __post_init__(self) -> None:
         assert 0 < self.max_num_seqs <= self.max_num_batched_tokens
         assert 0 < self.max_model_len <= self.num_blocks * self.block_size
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: EngineConfig) -> SchedulerLimits:
+        """What a loaded model and its configuration allow."""
+        return cls(
+            num_blocks=model.num_blocks,
+            block_size=model.block_size,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_model_len=model.max_model_len,
+            eos_token_ids=model.eos_token_ids,
+        )
 
     @property
     def num_spare_blocks(self) -> int:
@@ -97,10 +110,6 @@ class Scheduler:
     @property
     def has_unfinished(self) -> bool:
         return bool(self._sequences)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences

@@ -22,7 +22,6 @@ __all__ = ["EngineProcess"]
 
 _STDERR_LINES: Final = 50
 _MAX_LINE_BYTES: Final = 4096
-_READ_BYTES: Final = 65536
 
 
 class EngineProcess:
@@ -42,7 +41,11 @@ class EngineProcess:
             start_new_session=True,
             bufsize=0,
         )
-        self._pidfd = os.pidfd_open(self._popen.pid)
+        try:
+            self._pidfd = os.pidfd_open(self._popen.pid)
+        except OSError:
+            self._popen.kill()
+            raise
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` tells
             self._popen.stdin.write(encode_boot(boot))
@@ -63,11 +66,6 @@ class EngineProcess:
             how = f"the engine process ended with exit code {code}"
         last = next((line for line in reversed(self._last_lines) if line.strip()), None)
         return f"{how}; its last line was: {last.strip()}" if last else how
-
-    @property
-    def last_lines(self) -> tuple[str, ...]:
-        """The end of what it printed, 50 lines at most."""
-        return tuple(self._last_lines)
 
     async def wait_exit(self) -> None:
         """Wait until the process is gone. Cancellation: safe; the process goes on."""
@@ -91,7 +89,9 @@ class EngineProcess:
         for line in lines:
             text = line.decode(errors="replace").rstrip("\r")
             self._last_lines.append(text)
-            print(f"[engine {self._index}] {text}", file=sys.stderr, flush=True)
+            # Whoever reads our standard error may be gone; the engine must not block on a pipe that nobody empties.
+            with contextlib.suppress(OSError, ValueError):
+                print(f"[engine {self._index}] {text}", file=sys.stderr, flush=True)
 
     def order_stop(self) -> None:
         """Close the pipe, which tells the engine to go. Idempotent."""

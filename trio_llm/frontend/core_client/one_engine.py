@@ -16,7 +16,7 @@ import trio
 import zmq
 
 from trio_llm.config import EngineConfig
-from trio_llm.errors import CodecError, EngineDeadError
+from trio_llm.errors import CodecError, EngineDeadError, EngineStartupError
 from trio_llm.frontend.core_client.engine_process import EngineProcess
 from trio_llm.frontend.core_client.outbox import Outbox
 from trio_llm.frontend.core_client.trio_socket import TrioSocket
@@ -30,11 +30,17 @@ logger = logging.getLogger(__name__)
 
 _TAIL_S: Final = 0.2
 """How long nothing must arrive after the engine's end until its last message counts as taken."""
+_LAST_WORDS_S: Final = 2.0
+"""From the message that the engine failed to its end; a device that hangs may keep it from ending by itself."""
 _INDEX: Final = 0
 
 
 class OneEngineClient:
-    """One engine: its process, its sockets and the outbox. Implements `CoreClient`."""
+    """One engine: its process, its sockets and the outbox. Implements `CoreClient`.
+
+    Raises:
+        EngineStartupError: the sockets cannot be made.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
@@ -43,10 +49,19 @@ class OneEngineClient:
         # Private to this user (0700), and short: an ipc path has about 100 bytes.
         self._folder = Path(tempfile.mkdtemp(prefix="trio_llm-"))
         self._context = zmq.Context()
-        self._to_engine = TrioSocket(self._bind(zmq.ROUTER, "in"))
-        self._from_engine = TrioSocket(self._bind(zmq.PULL, "out"))
+        try:
+            self._to_engine = TrioSocket(self._bind(zmq.ROUTER, "in"))
+            self._from_engine = TrioSocket(self._bind(zmq.PULL, "out"))
+        except zmq.ZMQError as error:
+            self._context.destroy(linger=0)
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise EngineStartupError(
+                f"cannot make sockets in {self._folder}: {error}; set TMPDIR to a folder with a short path that can "
+                "be written (an ipc address has about 100 bytes)"
+            ) from error
         self._is_exited = False
         self._last_words: str | None = None
+        self._has_last_words = trio.Event()
         self._kill_reason: str | None = None
         self._process: EngineProcess | None = None
         self._receive_scope = trio.CancelScope()
@@ -64,17 +79,20 @@ class OneEngineClient:
             input_address=self._address("in"),
             output_address=self._address("out"),
         )
-        process = self._process = EngineProcess(boot)
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(process.relay_stderr)
-                nursery.start_soon(self._send_outbox)
-                await process.wait_exit()
-                self._is_exited = True
-                self._receive_scope.cancel()
-                # The tasks go on: what the engine printed last is still in the pipe.
+            process = self._process = EngineProcess(boot)
+            try:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(process.relay_stderr)
+                    nursery.start_soon(self._send_outbox)
+                    nursery.start_soon(self._kill_after_last_words)
+                    await process.wait_exit()
+                    self._is_exited = True
+                    self._receive_scope.cancel()
+                    # The tasks go on: what the engine printed last is still in the pipe.
+            finally:
+                await process.stop()
         finally:
-            await process.stop()
             self._close()
 
     def send_nowait(self, message: ToEngine) -> None:
@@ -94,6 +112,7 @@ class OneEngineClient:
             for message in wanted:
                 if isinstance(message, EngineDead):
                     self._last_words = message.reason
+                    self._has_last_words.set()
             if wanted:
                 return wanted
 
@@ -104,14 +123,23 @@ class OneEngineClient:
             self._process.kill()
 
     async def _receive_frames(self) -> list[list[bytes]]:
-        if not self._is_exited:
-            with trio.CancelScope() as self._receive_scope:
+        try:
+            if not self._is_exited:
+                with trio.CancelScope() as self._receive_scope:
+                    return await self._from_engine.recv_many()
+            # It may have sent more before it ended than has been read: take it, until nothing comes.
+            with trio.move_on_after(_TAIL_S):
                 return await self._from_engine.recv_many()
-        # It may have sent more before it ended than has been read: take it, until nothing comes.
-        with trio.move_on_after(_TAIL_S):
-            return await self._from_engine.recv_many()
+        except trio.ClosedResourceError:
+            raise EngineDeadError("the engine was stopped") from None
         assert self._process is not None
         raise EngineDeadError(self._kill_reason or self._last_words or self._process.exit_description)
+
+    async def _kill_after_last_words(self) -> None:
+        await self._has_last_words.wait()
+        await trio.sleep(_LAST_WORDS_S)
+        assert self._process is not None
+        self._process.kill()
 
     async def _send_outbox(self) -> None:
         # The engine's first frame: from now on the ROUTER knows its identity.
@@ -129,7 +157,7 @@ class OneEngineClient:
 
     def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
-        # Admission and the credit bound what is under way; a high-water mark would drop or block.
+        # The credit bounds what is under way; a high-water mark would drop or block.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)

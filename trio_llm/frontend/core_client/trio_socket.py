@@ -95,11 +95,13 @@ class TrioSocket:
                 result = operation()
             except zmq.Again:
                 has_yielded = True
-                if self._is_ready(direction):
+                if not self._is_ready(direction):
+                    await self._wait_until_ready(direction)
+                elif direction is zmq.PollEvent.POLLOUT:
                     # A ROUTER is ready when any peer is, but this one's peer is not: nothing tells when it will be.
                     await trio.sleep(_UNREACHABLE_RETRY_S)
                 else:
-                    await self._wait_until_ready(direction)
+                    await trio.lowlevel.checkpoint()  # a message came between the two looks
                 continue
             self._wake_ready()
             if not has_yielded:

@@ -48,7 +48,7 @@ class Connections:
         self._open.add(stream)
         try:
             await TCPServer(self._app, self._config, self._context, ConnectionState({}), stream)
-        except (Exception, ExceptionGroup):
+        except Exception:
             _logger.exception("a connection failed")
         finally:
             self._open.discard(stream)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trio_llm.errors import InvalidRequestError, TrioLLMError
+from trio_llm.frontend.text.quoting import MAX_QUOTED_CHARS, quote
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -25,12 +26,10 @@ __all__ = [
     "RouteNotFoundError",
     "invalid_fields_error",
     "only_error",
-    "quote",
     "reply_for",
 ]
 
 MAX_PROBLEMS = 10
-MAX_QUOTED_CHARS = 200
 MAX_MESSAGE_CHARS = 4000
 
 
@@ -116,25 +115,6 @@ def invalid_fields_error(error: ValidationError) -> InvalidRequestError:
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     return InvalidRequestError("; ".join(lines), _path(problems[0]["loc"]) or None)
-
-
-def quote(value: object) -> str:
-    """A short ASCII rendering of input, safe for any value: nothing of it is encoded, and little of it is read."""
-    if isinstance(value, str):
-        text = ascii(value[:MAX_QUOTED_CHARS])
-    elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:
-        text = "a number of more than 77 digits"
-    elif value is None or isinstance(value, bool):
-        text = {None: "null", True: "true", False: "false"}[value]
-    elif isinstance(value, int | float):
-        text = str(value)
-    elif isinstance(value, list):
-        text = f"a list of {len(value)}"
-    elif isinstance(value, dict):
-        text = f"an object with {len(value)} keys"
-    else:
-        text = f"a {type(value).__name__}"
-    return text[:MAX_QUOTED_CHARS]
 
 
 def _problem(problem: Any) -> str:

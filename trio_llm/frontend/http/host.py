@@ -25,6 +25,7 @@ from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.http.app import App, create_app
 from trio_llm.frontend.http.connections import Connections
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.frontend.watchdog import watch
 
 __all__ = ["Listeners", "hard_exit_after", "open_listeners", "serve", "stop_on_signals"]
 
@@ -98,7 +99,8 @@ async def serve(
     """Serve `client` over HTTP until `stop` is set, then drain and return; without `stop`, for ever.
 
     Draining: `/health` says 503 and new work is refused at once; running requests get `drain_timeout_s`, then end
-    with a proper last event, whose finish reason is `abort`.
+    with a proper last event, whose finish reason is `abort`. An engine's death stops the server too, five seconds
+    later, unless `client.should_keep_api_server_alive`.
 
     Args:
         metrics: what /metrics shows; give the same one to the client's output handler. None: no such path.
@@ -109,6 +111,7 @@ async def serve(
 
     Raises:
         ConfigError: as `open_listeners`.
+        EngineDeadError: the engine died, and this server has stopped therefore.
     """
     stop = trio.Event() if stop is None else stop
     with unwrap_single(), listeners or open_listeners(config) as taken:
@@ -118,6 +121,7 @@ async def serve(
             try:
                 accepting = await nursery.start(_accept, taken, connections.handle, nursery)
                 task_status.started(taken.urls)
+                nursery.start_soon(watch, client, stop.set)
                 await app.preload()
                 await stop.wait()
                 await _drain(client, app, config.drain_timeout_s)
@@ -130,6 +134,8 @@ async def serve(
             finally:
                 nursery.cancel_scope.cancel(reason="the server has stopped")
                 connections.close_by_force()
+        if client.dead_error is not None and not client.should_keep_api_server_alive:
+            raise client.dead_error
 
 
 async def _accept(

@@ -1,14 +1,12 @@
 """Renderer: prompts and chat messages become token ids, big ones in a worker thread.
 
-Trio. Holds the loaded model's tokenizer and chat template; also makes the detokenizers of its answers. Used by
-`AsyncLLM` and the routes.
+Trio. Holds the loaded model's tokenizer and chat template. Used by `AsyncLLM` and the routes.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -17,10 +15,10 @@ import trio
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
-from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
+from trio_llm.frontend.text.detokenizer import TokenTable
 from trio_llm.sampling import is_valid_text
 
-__all__ = ["RenderedPrompt", "Renderer", "TextTooLongError"]
+__all__ = ["Renderer", "TextTooLongError"]
 
 INLINE_CHARS: Final = 4_000
 """Texts up to this length take about a millisecond; longer ones would make every stream of the process wait."""
@@ -28,12 +26,6 @@ MAX_THREADS: Final = 2
 """Big texts that are worked on at once, so that a burst of them leaves the other cores alone."""
 
 _T = TypeVar("_T")
-
-
-@dataclass(frozen=True, slots=True)
-class RenderedPrompt:
-    text: str
-    token_ids: list[int]
 
 
 class TextTooLongError(PromptTooLongError):
@@ -49,7 +41,7 @@ class TextTooLongError(PromptTooLongError):
 
 
 class Renderer:
-    """Text to ids and back, for one model.
+    """Text and conversations to ids, for one model.
 
     Args:
         max_model_len: tokens of prompt and answer together; longer texts are refused, early if that is possible.
@@ -62,12 +54,11 @@ class Renderer:
         self._threads = trio.CapacityLimiter(MAX_THREADS)
 
     @classmethod
-    def load(cls, model_dir: Path, max_model_len: int, *, logits_width: int | None = None) -> Renderer:
+    def load(cls, model_dir: Path, max_model_len: int, *, logits_width: int) -> Renderer:
         """Read tokenizer and template of a model directory. Blocking, up to about a second; call it in a thread.
 
         Args:
-            logits_width: number of ids that the model can emit; None: not known, and detokenizers then take any id
-                the tokenizer does not know for one without text.
+            logits_width: number of ids that the model can emit.
 
         Raises:
             EngineStartupError: a file is missing or not usable; one line that names the directory.
@@ -80,16 +71,6 @@ class Renderer:
     def token_table(self) -> TokenTable:
         """What each id stands for."""
         return self.tokenizer.table
-
-    @property
-    def token_names(self) -> TokenTable:
-        """The same, as what log-probabilities take their names from."""
-        return self.tokenizer.table
-
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `render_chat` can work."""
-        return self._template.is_present
 
     async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
         """The ids of a prompt. Ids are given back as they are: whoever builds the request checks them.
@@ -117,8 +98,8 @@ class Renderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
-    ) -> RenderedPrompt:
-        """The text of a conversation, by the model's template, and its ids. See `ChatTemplate.render`.
+    ) -> list[int]:
+        """The ids of a conversation, by the model's template. See `ChatTemplate.render`.
 
         Cancellation: as `render_prompt`.
 
@@ -139,22 +120,7 @@ class Renderer:
         self._check_fits(text)
         # The template has put the special tokens where they belong.
         encode = functools.partial(self.tokenizer.encode, text, add_special_tokens=False)
-        return RenderedPrompt(text, await self._run(encode, size=len(text)))
-
-    async def detokenize(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
-        """The text of ids, all at once. Ids that the tokenizer does not know have no text.
-
-        Cancellation: as `render_prompt`.
-
-        Raises:
-            InvalidRequestError: an id is negative or above 31 bits (`param` is `tokens`).
-        """
-        decode = functools.partial(self._decode_tokens, token_ids, skip_special_tokens=skip_special_tokens)
-        return await self._run(decode, size=len(token_ids))
-
-    def make_detokenizer(self, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
-        """For the answer to this prompt."""
-        return make_detokenizer(self.tokenizer.table, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._run(encode, size=len(text))
 
     def _check_fits(self, text: str) -> None:
         min_tokens = self.tokenizer.count_at_least(text)
@@ -165,12 +131,6 @@ class Renderer:
         if not is_valid_text(prompt):
             raise InvalidRequestError("the prompt contains a lone surrogate, which is not valid text", "prompt")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-
-    def _decode_tokens(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        for token_id in token_ids:
-            if not 0 <= token_id < 2**31:
-                raise InvalidRequestError("a token id must be from 0 to 2147483647", "tokens")
-        return self.tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def _run(self, work: Callable[[], _T], *, size: int) -> _T:
         if size <= INLINE_CHARS:

@@ -6,7 +6,7 @@ Blocking and thread-safe; imports neither torch nor transformers. Used by the re
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,9 +17,6 @@ from trio_llm.errors import EngineStartupError
 from trio_llm.frontend.text.detokenizer import TokenScheme, TokenTable
 
 __all__ = ["Tokenizer", "read_tokenizer_config"]
-
-MAX_VOCAB_SIZE: Final = 2**24
-"""A table has an entry for each id, so one absurd id must not make it take all memory."""
 
 _BYTE_TOKEN: Final = re.compile("<0x([0-9A-Fa-f]{2})>")
 _METASPACE: Final = "\N{LOWER ONE EIGHTH BLOCK}"
@@ -45,13 +42,13 @@ class Tokenizer:
 
     Args:
         tokenizer_json: content of a tokenizer.json.
-        logits_width: number of ids that the model can emit; None: not known.
+        logits_width: number of ids that the model can emit.
 
     Raises:
         ValueError: the content is not a tokenizer.
     """
 
-    def __init__(self, tokenizer_json: bytes, *, logits_width: int | None = None) -> None:
+    def __init__(self, tokenizer_json: bytes, *, logits_width: int) -> None:
         try:
             parts = msgspec.json.decode(tokenizer_json, type=_TokenizerFile)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(tokenizer_json)
@@ -63,23 +60,18 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder()
         tokens = {token_id: token for token, token_id in self._tokenizer.get_vocab(with_added_tokens=False).items()}
         tokens |= {token_id: token.content for token_id, token in added.items()}
-        self.vocab_size: int = max(tokens, default=-1) + 1
-        """Every id of the tokenizer is below this; some below may be unknown."""
-        if self.vocab_size > MAX_VOCAB_SIZE:
-            raise ValueError(f"its token ids go up to {self.vocab_size - 1}, the limit is {MAX_VOCAB_SIZE - 1}")
-        self.special_token_ids: frozenset[int] = frozenset(i for i, token in added.items() if token.special)
+        special_ids = frozenset(i for i, token in added.items() if token.special)
         scheme, strips_first_space = _find_scheme(parts.decoder)
-        known_bytes = self._read_bytes(tokens, scheme)
+        known_bytes = self._read_bytes(tokens, scheme, special_ids)
         if any(step.get("type") == "ByteFallback" for step in _flatten(parts.decoder, "decoders")):
             known_bytes |= {i: _bytes_of_piece(token) for i, token in tokens.items() if _BYTE_TOKEN.fullmatch(token)}
-        size = self.vocab_size if logits_width is None else logits_width
         self.table: Final = TokenTable(
-            bytes_by_id=[known_bytes.get(token_id, b"") for token_id in range(size)],
-            special_ids=self.special_token_ids,
+            logits_width=logits_width,
+            bytes_by_id=[known_bytes.get(token_id, b"") for token_id in range(logits_width)],
+            special_ids=special_ids,
             scheme=scheme,
             decode=self._decode,
             strips_first_space=strips_first_space,
-            logits_width=logits_width,
         )
         trims = any(token.lstrip or token.rstrip for token in added.values())
         self.max_token_chars: int | None = None if trims else _bound_token_chars(parts, known_bytes, scheme)
@@ -90,7 +82,7 @@ class Tokenizer:
         self._dropped_chars = [chr(byte) for byte in range(128) if bytes([byte]) not in singles]
 
     @classmethod
-    def load(cls, model_dir: Path, *, logits_width: int | None = None) -> Tokenizer:
+    def load(cls, model_dir: Path, *, logits_width: int) -> Tokenizer:
         """Read a model directory. Blocking, up to about a second; call it in a thread.
 
         Raises:
@@ -125,22 +117,10 @@ class Tokenizer:
         num_chars = len(text) - sum(map(text.count, self._dropped_chars))
         return -(-num_chars // self.max_token_chars)
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Ids to text, all at once. Ids must be 0 or more; those the tokenizer does not know have no text."""
-        return self._decode(list(token_ids), skip_special_tokens)
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """What one token adds to a text; empty for ids the tokenizer does not know."""
-        return self.table.token_bytes(token_id)
-
-    def token_text(self, token_id: int) -> str:
-        """`token_bytes` as text; bytes that are not valid UTF-8 on their own show as U+FFFD."""
-        return self.table.token_bytes(token_id).decode("utf-8", "replace")
-
     def _decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
-    def _read_bytes(self, tokens: dict[int, str], scheme: TokenScheme) -> dict[int, bytes]:
+    def _read_bytes(self, tokens: dict[int, str], scheme: TokenScheme, special_ids: frozenset[int]) -> dict[int, bytes]:
         """For each known id the bytes that it adds to a text."""
         if scheme == "bytes":
             return {token_id: _bytes_of_byte_level(token) for token_id, token in tokens.items()}
@@ -148,7 +128,7 @@ class Tokenizer:
             return {token_id: _bytes_of_piece(token) for token_id, token in tokens.items()}
         # The first token of a text is often treated in a way of its own, so look at each as the second one.
         anchor = next(
-            (i for i in sorted(tokens) if i not in self.special_token_ids and self._decode([i], False).isalnum()), None
+            (i for i in sorted(tokens) if i not in special_ids and self._decode([i], False).isalnum()), None
         )
         if anchor is None:
             return {token_id: self._decode([token_id], False).encode() for token_id in tokens}

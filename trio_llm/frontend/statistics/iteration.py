@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import trio
@@ -82,14 +82,16 @@ class StatisticsRecorder:
         iteration, self._iteration = self._iteration, IterationStats()
         scheduler, self._scheduler = self._scheduler, None
         self._has_news = False
-        for stat_logger in list(self._loggers):
-            try:
-                stat_logger.record(scheduler, iteration)
-            except Exception:
-                logger.exception("%r is left out of the statistics from now on", stat_logger)
-                self._loggers.remove(stat_logger)
+        self._tell_each(lambda stat_logger: stat_logger.record(scheduler, iteration))
 
     def log(self) -> None:
         """Let the loggers write their line."""
-        for stat_logger in self._loggers:
-            stat_logger.log()
+        self._tell_each(lambda stat_logger: stat_logger.log())
+
+    def _tell_each(self, tell: Callable[[StatLogger], None]) -> None:
+        for stat_logger in list(self._loggers):
+            try:
+                tell(stat_logger)
+            except Exception:
+                logger.exception("%r is left out of the statistics from now on", stat_logger)
+                self._loggers.remove(stat_logger)

@@ -10,7 +10,7 @@ import codecs
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal, NoReturn, Protocol
+from typing import Final, Literal, Protocol
 
 from trio_llm.errors import EngineGenerateError
 
@@ -27,7 +27,6 @@ TokenScheme = Literal["bytes", "byte_fallback", "decode"]
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_BYTES: Final = 3
 """A character of UTF-8 has four bytes at most, so an unfinished one has three."""
-MAX_TOKEN_ID: Final = 2**31 - 1
 
 _EACH_BYTE: Final = "trio_llm.replace_each_byte"
 
@@ -51,22 +50,21 @@ class TokenIdError(EngineGenerateError, ValueError):
 class TokenTable:
     """What each id stands for, in plain tables. One for a model, shared by all requests."""
 
+    logits_width: int
+    """Number of ids that the model can emit."""
     bytes_by_id: list[bytes]
-    """Index: token id. Empty for ids that the tokenizer does not know."""
+    """Index: token id; as long as the logits are wide. Empty for ids that the tokenizer does not know."""
     special_ids: frozenset[int]
     scheme: TokenScheme
     decode: Callable[[list[int], bool], str]
     """Ids and `skip_special_tokens` to text, as the tokenizer has it. Only called with the scheme `decode`."""
     strips_first_space: bool = False
     """One space at the very start of prompt and answer together is not part of the text."""
-    logits_width: int | None = None
-    """Number of ids that the model can emit, then the length of `bytes_by_id`; None: not known, so that every
-    id that the tokenizer does not know counts as one without text."""
     bytes_without_special: list[bytes] = field(init=False)
     """`bytes_by_id` with nothing for special tokens."""
 
     def __post_init__(self) -> None:
-        assert self.logits_width is None or self.logits_width == len(self.bytes_by_id)
+        assert self.logits_width == len(self.bytes_by_id)
         hidden = list(self.bytes_by_id)
         for token_id in self.special_ids:
             if token_id < len(hidden):
@@ -78,15 +76,19 @@ class TokenTable:
         return self.bytes_without_special if skip_special_tokens else self.bytes_by_id
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of any id, special or not; empty for those that the tokenizer does not know."""
-        return self.bytes_by_id[token_id] if 0 <= token_id < len(self.bytes_by_id) else b""
+        """The bytes of any id, special or not; empty for those that the tokenizer does not know.
+
+        Raises:
+            TokenIdError: the model cannot emit this id.
+        """
+        self.check((token_id,))
+        return self.bytes_by_id[token_id]
 
     def check(self, token_ids: Sequence[int]) -> None:
         """Raise TokenIdError for the first id that the model cannot emit."""
-        num_ids = MAX_TOKEN_ID + 1 if self.logits_width is None else self.logits_width
         for token_id in token_ids:
-            if not 0 <= token_id < num_ids:
-                raise TokenIdError(token_id, num_ids)
+            if not 0 <= token_id < self.logits_width:
+                raise TokenIdError(token_id, self.logits_width)
 
 
 class Detokenizer(Protocol):
@@ -145,13 +147,16 @@ class _TableDetokenizer:
         try:
             if len(token_ids) == 1:
                 token_id = token_ids[0]
-                data = shown_bytes[token_id] if token_id >= 0 else self._refuse(token_ids)
+                if token_id < 0:
+                    raise IndexError
+                data = shown_bytes[token_id]
             else:
                 if token_ids and min(token_ids) < 0:
-                    self._refuse(token_ids)
+                    raise IndexError
                 data = b"".join([shown_bytes[token_id] for token_id in token_ids])
         except IndexError:
-            data = self._join_unknown(token_ids)
+            self._table.check(token_ids)
+            raise
         if self._is_edge:
             return self._decode_edge(data)
         text, used = utf_8_decode(data, self._errors, False)
@@ -204,14 +209,6 @@ class _TableDetokenizer:
                 break
         return tail[-MAX_HELD_BYTES:]
 
-    def _join_unknown(self, token_ids: Sequence[int]) -> bytes:
-        self._table.check(token_ids)
-        return b"".join([self._shown_bytes[i] for i in token_ids if i < len(self._shown_bytes)])
-
-    def _refuse(self, token_ids: Sequence[int]) -> NoReturn:
-        self._table.check(token_ids)
-        raise AssertionError("unreachable: there is a negative id")
-
 
 def _is_hopeless(tail: bytes) -> bool:
     """An encoded surrogate: Python's decoder waits for its third byte, although it can never become valid."""
@@ -253,8 +250,7 @@ class _WindowDetokenizer:
 
     def feed(self, token_ids: Sequence[int]) -> str:
         self._table.check(token_ids)
-        num_known = len(self._shown_bytes)
-        shown = [i for i in token_ids if i < num_known and self._shown_bytes[i]]
+        shown = [i for i in token_ids if self._shown_bytes[i]]
         # One by one, so that several at once give what they would have given alone.
         return "".join([self._step(token_id) for token_id in shown])
 

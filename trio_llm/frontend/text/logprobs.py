@@ -21,7 +21,11 @@ class TokenNames(Protocol):
     """What single tokens stand for. `TokenTable` is one."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Empty for ids that the tokenizer does not know."""
+        """Empty for ids that the tokenizer does not know.
+
+        Raises:
+            TokenIdError: the model cannot emit this id.
+        """
         ...
 
 
@@ -29,7 +33,8 @@ def make_token_logprobs(row: LogprobRow, names: TokenNames) -> TokenLogprobs:
     """The sampled token and its alternatives. The sampled one may be among the alternatives too.
 
     Raises:
-        EngineGenerateError: the row has no sampled token, or not one number for each id.
+        EngineGenerateError: the row has no sampled token, or not one number for each id, or an id that the model
+            cannot emit.
     """
     if not row.token_ids or len(row.token_ids) != len(row.logprobs):
         raise EngineGenerateError(

@@ -17,9 +17,6 @@ from trio_llm.outputs import Logprob, TokenLogprobs
 
 __all__ = ["AnswerHead", "ChatChunks", "CompletionChunks", "chat_answer", "completion_answer"]
 
-LOGPROB_FLOOR = -9999.0
-"""JSON has no infinity."""
-
 _encode = msgspec.json.Encoder().encode
 
 
@@ -218,11 +215,7 @@ def _chat_logprobs(positions: list[TokenLogprobs]) -> dict[str, Any]:
 
 
 def _candidate(logprob: Logprob) -> dict[str, Any]:
-    return {
-        "token": logprob.token,
-        "logprob": max(logprob.logprob, LOGPROB_FLOOR),
-        "bytes": list(logprob.token_bytes),
-    }
+    return {"token": logprob.token, "logprob": logprob.logprob, "bytes": list(logprob.token_bytes)}
 
 
 def _completion_logprobs(positions: list[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
@@ -233,7 +226,7 @@ def _completion_logprobs(positions: list[TokenLogprobs], offset: int) -> tuple[d
         offset += len(position.sampled.token)
     columns = {
         "text_offset": offsets,
-        "token_logprobs": [max(position.sampled.logprob, LOGPROB_FLOOR) for position in positions],
+        "token_logprobs": [position.sampled.logprob for position in positions],
         "tokens": [position.sampled.token for position in positions],
         "top_logprobs": [_top(position) for position in positions],
     }
@@ -244,5 +237,5 @@ def _top(position: TokenLogprobs) -> dict[str, float]:
     """The alternatives, best first, and the sampled token, which may or may not be one of them."""
     top: dict[str, float] = {}
     for one in (*position.top, position.sampled):
-        top.setdefault(one.token, max(one.logprob, LOGPROB_FLOOR))
+        top.setdefault(one.token, one.logprob)
     return top
