@@ -9,18 +9,19 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Tokenizer
+
 from tests.frontend.tiny_tokenizers import byte_level_json
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.fake import load_fake
 from trio_llm.frontend.async_llm import AsyncLLM, open_llm_over
-from trio_llm.frontend.rendering.tokenizer import Tokenizer
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.testing.in_memory import InMemoryCoreClient
 
 __all__ = ["LOGITS_WIDTH", "FakeSetUp", "fake_model_dir", "open_fake_llm"]
 
 
-LOGITS_WIDTH = Tokenizer(byte_level_json()).vocab_size
+LOGITS_WIDTH = Tokenizer.from_buffer(byte_level_json()).get_vocab_size()
 
 
 @functools.cache

@@ -94,9 +94,17 @@ def test_a_converted_llama_is_a_model_that_loads_with_its_own_end_token_and_temp
 
     assert load(target, num_gpu_blocks_override=4).info.eos_token_ids == (2,)
     assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
+    assert "temperature" not in json.loads((target / "generation_config.json").read_text())
     assert json.loads((target / "tokenizer_config.json").read_text())["eos_token"] == "<|im_end|>"
     assert (target / "chat_template.jinja").read_text() == "{{ messages }}"
     assert heard == [("convert", done, 13) for done in range(14)]
+
+
+def test_smollm2_gets_the_sampling_that_its_makers_recommend(tmp_path: Path) -> None:
+    source = write_gguf(tmp_path / "f.gguf", llama_metadata() | {"general.basename": "smollm2"}, llama_tensors())
+    convert_gguf(source, tmp_path, lambda *told: None)
+
+    assert load(tmp_path, num_gpu_blocks_override=4).info.sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
 
 
 def test_converted_query_rows_are_put_back_from_pairs_to_halves(tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ class TorchExecutor:
             device=str(model.device),
             eos_token_ids=model.eos_token_ids,
             tasks=("generate",),
+            sampling_defaults=model.sampling_defaults,
             versions={
                 "trio_llm": __version__,
                 "python": platform.python_version(),

@@ -79,6 +79,17 @@ class CausalLM:
             found.update([ids] if isinstance(ids, int) else ids or ())
         return tuple(sorted(i for i in found if 0 <= i < self.logits_width))
 
+    @property
+    def sampling_defaults(self) -> dict[str, float]:
+        """What the generation configuration sets of temperature, top_p and top_k, as far as it can be meant."""
+        found = self._model.generation_config.to_diff_dict()
+        in_range = {"temperature": lambda t: 0 <= t <= 2, "top_p": lambda p: 0 < p <= 1, "top_k": lambda k: k >= 0}
+        return {
+            name: value
+            for name, is_meant in in_range.items()
+            if isinstance(value := found.get(name), int | float) and is_meant(value)
+        }
+
     @torch.inference_mode()
     def forward(
         self,

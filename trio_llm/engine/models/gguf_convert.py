@@ -27,7 +27,7 @@ class GgufError(ValueError):
     """The file is damaged, or holds something else than a plain Llama."""
 
 
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
 """Raised whenever the result of a conversion changes, so that old results are not used."""
 _SAMPLE_BYTES = 2**20
 
@@ -47,6 +47,8 @@ _IN_LAYER = {
     "ffn_up.weight": "mlp.up_proj.weight",
     "ffn_down.weight": "mlp.down_proj.weight",
 }
+_SMOLLM2_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
+"""What the model card of SmolLM2 recommends; GGUF files do not carry it. At temperature 1 so small a model rambles."""
 _CONTROL_TOKEN = 3
 """GGUF's type of tokens that are never part of a text."""
 _EXTRA_STEPS = 2
@@ -93,8 +95,10 @@ def convert_gguf(source: Path, target: Path, progress: ProgressCallback) -> None
             progress("convert", done, total)
     except (ValueError, KeyError, IndexError, NotImplementedError) as error:  # what `gguf` raises for damaged files
         raise EngineStartupError(f"cannot convert {str(source)!r}: {error}; install it again") from error
-    ids = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
-    _write_json(target / "generation_config.json", ids)
+    generation = {key: config[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    if values.get("general.basename") == "smollm2":
+        generation |= _SMOLLM2_SAMPLING
+    _write_json(target / "generation_config.json", generation)
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     (target / "model.safetensors").chmod(0o644)  # others may share the cache
     _write_json(target / "config.json", config)
