@@ -19,7 +19,7 @@ PACKAGE: Final = "trio_llm"
 ROOT: Final = Path(__file__).parent.parent / PACKAGE
 
 MAX_MODULE_LINES: Final = 400
-MAX_FUNCTION_LINES: Final = 80
+MAX_FUNCTION_LINES: Final = 60
 
 ENVIRONMENT: Final = {
     "trio_llm.config": "the one reader",

@@ -5,13 +5,19 @@ from __future__ import annotations
 import pytest
 
 import trio_llm
-from trio_llm import _HOMES
+from trio_llm import _HOMES, errors
 
 
 def test_every_public_name_is_there() -> None:
     for name in trio_llm.__all__:
         assert getattr(trio_llm, name) is not None
     assert set(_HOMES) | {"__version__"} == set(trio_llm.__all__)
+
+
+def test_every_error_is_public() -> None:
+    assert {name: getattr(trio_llm, name) for name in errors.__all__ if name in trio_llm.__all__} == {
+        name: getattr(errors, name) for name in errors.__all__
+    }
 
 
 def test_other_names_are_not() -> None:

@@ -14,11 +14,18 @@ from trio_llm.version import __version__
 if TYPE_CHECKING:
     from trio_llm.config import EngineConfig, ServerConfig
     from trio_llm.errors import (
+        BodyTooLargeError,
+        CodecError,
+        ConfigError,
         EngineDeadError,
+        EngineError,
         EngineGenerateError,
         EngineStartupError,
         EngineUnavailableError,
         InvalidRequestError,
+        ModelNotFoundError,
+        NotSupportedError,
+        PromptTooLongError,
         TrioLLMError,
     )
     from trio_llm.frontend.async_llm import AsyncLLM, open_llm
@@ -29,14 +36,21 @@ if TYPE_CHECKING:
 
 _HOMES: Final = {
     "AsyncLLM": "trio_llm.frontend.async_llm",
+    "BodyTooLargeError": "trio_llm.errors",
+    "CodecError": "trio_llm.errors",
     "CompletionOutput": "trio_llm.outputs",
+    "ConfigError": "trio_llm.errors",
     "EngineClient": "trio_llm.frontend.engine_client",
     "EngineConfig": "trio_llm.config",
     "EngineDeadError": "trio_llm.errors",
+    "EngineError": "trio_llm.errors",
     "EngineGenerateError": "trio_llm.errors",
     "EngineStartupError": "trio_llm.errors",
     "EngineUnavailableError": "trio_llm.errors",
     "InvalidRequestError": "trio_llm.errors",
+    "ModelNotFoundError": "trio_llm.errors",
+    "NotSupportedError": "trio_llm.errors",
+    "PromptTooLongError": "trio_llm.errors",
     "RequestOutput": "trio_llm.outputs",
     "RequestOutputKind": "trio_llm.sampling",
     "SamplingParams": "trio_llm.sampling",
@@ -48,14 +62,21 @@ _HOMES: Final = {
 
 __all__ = [
     "AsyncLLM",
+    "BodyTooLargeError",
+    "CodecError",
     "CompletionOutput",
+    "ConfigError",
     "EngineClient",
     "EngineConfig",
     "EngineDeadError",
+    "EngineError",
     "EngineGenerateError",
     "EngineStartupError",
     "EngineUnavailableError",
     "InvalidRequestError",
+    "ModelNotFoundError",
+    "NotSupportedError",
+    "PromptTooLongError",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",

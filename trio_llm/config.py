@@ -24,6 +24,8 @@ Device = Literal["auto", "cpu", "cuda"]
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+DAY_S = 24 * 60 * 60
+"""No wait that can be set is longer: what is meant is minutes, and the kernel's timers overflow at some point."""
 
 
 def cache_dir() -> Path:
@@ -72,7 +74,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """auto: as the checkpoint says, but float32 on a CPU that has no arithmetic for the checkpoint's 16-bit type."""
     device: Device = "auto"
     max_model_len: int | None = None
-    """Tokens of prompt and answer together; None: what the model was trained for."""
+    """Tokens of prompt and answer together; None: what the model was trained for, or what the KV cache can hold."""
     max_num_seqs: int = 64
     """Sequences in one step."""
     max_num_batched_tokens: int = 512
@@ -94,13 +96,14 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
         _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
         _check_positive("credit_steps", self.credit_steps)
-        _check_positive("startup_timeout_s", self.startup_timeout_s)
+        _check_seconds("startup_timeout_s", self.startup_timeout_s)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"--max-num-seqs ({self.max_num_seqs}) must not be above "
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}): each sequence of a step needs a token"
             )
-        if self.model is not None and not Path(self.model).is_dir():
+        # An empty path would be the working directory.
+        if self.model is not None and not (self.model and Path(self.model).is_dir()):
             raise ConfigError(
                 f"MODEL {self.model!r} is not a directory; give a directory in Hugging Face form "
                 "(config.json, tokenizer.json, *.safetensors), or no MODEL for the embedded one"
@@ -139,12 +142,12 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--host {self.host} would let everybody on the network use this server, which knows no keys yet; "
                 "use 127.0.0.1, or say --allow-unauthenticated"
             )
-        _check_positive("--drain-timeout", self.drain_timeout_s, zero=True)
+        _check_seconds("--drain-timeout", self.drain_timeout_s, zero=True)
         _check_positive("--max-body-bytes", self.max_body_bytes)
-        _check_positive("body_timeout_s", self.body_timeout_s)
+        _check_seconds("--body-timeout", self.body_timeout_s)
         if not all(self.served_model_names):
             raise ConfigError("--served-model-name must not be empty")
-        _check_positive("--sse-keep-alive-interval", self.sse_keep_alive_interval_s)
+        _check_seconds("--sse-keep-alive-interval", self.sse_keep_alive_interval_s)
 
 
 def _is_loopback(host: str) -> bool:
@@ -159,3 +162,9 @@ def _check_positive(flag: str, value: float | None, *, zero: bool = False) -> No
     # Written so that NaN is refused; infinity cannot be waited for.
     if value is not None and not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
         raise ConfigError(f"{flag} must be {'0 or more' if zero else 'more than 0'}, not {value}")
+
+
+def _check_seconds(flag: str, value: float, *, zero: bool = False) -> None:
+    _check_positive(flag, value, zero=zero)
+    if value > DAY_S:
+        raise ConfigError(f"{flag} must be at most {DAY_S} seconds (a day), not {value:g}")

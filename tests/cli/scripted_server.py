@@ -28,8 +28,8 @@ def event(**value: Any) -> bytes:
     return b"data: " + json.dumps(value).encode() + b"\n\n"
 
 
-def said(text: str) -> bytes:
-    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": None}])
+def said(text: str, *, finish_reason: str | None = None) -> bytes:
+    return event(choices=[{"index": 0, "delta": {"content": text}, "finish_reason": finish_reason}])
 
 
 DONE = b"data: [DONE]\n\n"

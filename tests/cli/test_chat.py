@@ -118,6 +118,40 @@ def test_a_failed_answer_is_one_line_and_exit_code_1(
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.parametrize(
+    ("reason", "code", "note"),
+    [
+        ("stop", 0, ""),
+        ("length", 0, "(cut: the limit of tokens was reached)\n"),
+        ("abort", 1, "(ended by the server)\n"),
+        ("a reason from the future", 0, ""),
+    ],
+)
+def test_a_cut_answer_is_told_from_a_whole_one(
+    reason: str, code: int, note: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # The usage's chunk comes after it and has no choice.
+    server.answers = [Answer([said("Hel"), said("lo", finish_reason=reason), event(choices=[], usage={}), DONE])]
+
+    assert run(["chat", server.url, "-q", "Hi?"]) == code
+
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err) == ("Hello\n", note)
+
+
+def test_an_answer_that_the_server_ended_does_not_end_the_chat(
+    server: ScriptedServer, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.answers = [Answer([said("Hel", finish_reason="abort"), DONE]), HELLO]
+    type_lines(monkeypatch, "Hi?", "And now?")
+
+    assert run(["chat", server.url]) == 0
+
+    printed = capsys.readouterr()
+    assert printed.out == "Hel\nHello\n"
+    assert printed.err.count("(ended by the server)") == 1
+
+
 def test_ctrl_c_ends_the_only_answer_and_the_server_sees_it(
     server: ScriptedServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,9 @@ import pytest
 from typer.main import get_command
 
 from trio_llm.cli import chat as chat_module
+from trio_llm.cli import options
 from trio_llm.cli.main import app, run
-from trio_llm.config import EngineConfig, ServerConfig
+from trio_llm.config import DAY_S, EngineConfig, ServerConfig
 from trio_llm.errors import EngineStartupError
 from trio_llm.version import __version__
 
@@ -65,6 +66,31 @@ def test_help_is_grouped_and_shows_defaults(capsys: pytest.CaptureFixture[str]) 
     text = capsys.readouterr().out
     for expected in ("Model", "Memory and scheduling", "Server", "Failure", "8000", "127.0.0.1", "16M"):
         assert expected in text
+
+
+@pytest.mark.parametrize("command", ["serve", "chat"])
+def test_help_fits_a_terminal_of_80_columns_with_nothing_cut_off(command: str) -> None:
+    code = f"from trio_llm.cli.main import run\nrun([{command!r}, '--help'])"
+    environment = {"COLUMNS": "80", "PYTHONIOENCODING": "utf-8"}
+
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True, env=environment
+    )
+
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "…" not in result.stdout
+    words = set(result.stdout.split())
+    assert options_of(command) <= words
+    for value in ("float16.", "cuda.", "error.") if command == "serve" else ():
+        assert value in words
+
+
+def test_without_a_command_there_is_help_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run([]) == 2
+
+    printed = capsys.readouterr()
+    assert "serve" in printed.out + printed.err
+    assert "trio-llm: " not in printed.err
 
 
 def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,6 +160,11 @@ def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) 
         ("serve --max-num-seqs 64 --max-num-batched-tokens 8", 1, "--max-num-batched-tokens"),
         ("serve --host 0.0.0.0", 1, "--allow-unauthenticated"),
         ("serve --drain-timeout -1", 1, "--drain-timeout"),
+        ("serve --drain-timeout soon", 2, "--drain-timeout: 'soon' is not a number; write it like"),
+        ("serve --port abc", 2, "--port: 'abc' is not a port; write a number"),
+        ("serve --max-num-seqs -1", 2, "--max-num-seqs: '-1' is negative; write a number"),
+        ("serve --kv-cache-memory 9999999T", 2, "--kv-cache-memory: '9999999T' is too large"),
+        ("serve --kv-cache-memory-bytes=2q", 2, "--kv-cache-memory: '2q' is not a number"),
         ("serve /no/such/model", 1, "MODEL '/no/such/model'"),
         ("chat ftp://here", 1, "ftp://here"),
         ("chat --temperature 3", 2, "--temperature"),
@@ -149,6 +180,25 @@ def test_a_wrong_command_line_gets_one_line_that_names_what_is_wrong(
     assert error.count("\n") == 1
     assert named in error
     assert served == []
+
+
+def test_an_empty_model_is_not_the_working_directory(served: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["serve", ""]) == 1
+
+    assert capsys.readouterr().err.startswith("trio-llm: MODEL '' is not a directory; give a directory")
+    assert served == []
+
+
+@pytest.mark.parametrize("flag", ["--drain-timeout", "--body-timeout", "--sse-keep-alive-interval"])
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", str(DAY_S + 1), "1e300", "-1"])
+def test_a_time_that_cannot_be_waited_for_is_refused(
+    flag: str, value: str, served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", flag, value]) == 1
+    assert capsys.readouterr().err.startswith(f"trio-llm: {flag} must be ")
+    assert served == []
+
+    assert run(["serve", flag, str(DAY_S)]) == 0
 
 
 def test_an_error_of_several_lines_becomes_one(
@@ -189,4 +239,4 @@ def test_the_configuration_page_and_the_options_are_the_same() -> None:
         for name in re.findall(r"`(--[a-z-]+)`", line.split(" | ")[0])
     }
 
-    assert listed == options_of("serve") | options_of("chat")
+    assert listed == options_of("serve") | options_of("chat") | options.OTHER_NAMES.keys()

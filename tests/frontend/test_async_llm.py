@@ -2,24 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import warnings
+
 import pytest
 import trio
+from tokenizers import Tokenizer
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.frontend.fake_llm import LOGITS_WIDTH, open_fake_llm
+from tests.frontend.scripted_core import ScriptedCore
+from tests.frontend.tiny_tokenizers import byte_level_json
+from trio_llm.config import EngineConfig
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
+    EngineStartupError,
     EngineUnavailableError,
     InvalidRequestError,
     PromptTooLongError,
 )
-from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.async_llm import AsyncLLM, open_llm_over
 from trio_llm.frontend.request_stream import GenerateStream
 from trio_llm.frontend.statistics.stats import IterationStats
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
-from trio_llm.wire.messages import EngineCoreOutput, EngineCoreOutputs, SchedulerStats
+from trio_llm.wire.messages import EngineCoreOutput, EngineCoreOutputs, Progress, SchedulerStats
 
 HELLO = list(b"hello")
 
@@ -165,6 +173,21 @@ async def test_a_stream_that_was_not_entered_tells_how_it_is_used() -> None:
         with pytest.raises(RuntimeError, match="async with"):
             async for _ in fake.llm.generate(HELLO, params()):
                 pass
+
+
+async def test_a_stream_that_is_dropped_warns_and_is_aborted() -> None:
+    async with open_fake_llm() as fake:
+        stream = fake.llm.generate(HELLO, params(2000))
+        await stream.__aenter__()
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            del stream
+            gc.collect()
+
+        assert ["dropped" in str(warning.message) for warning in caught] == [True]
+
+        await fake.assert_nothing_is_left()
 
 
 async def test_a_stream_can_be_entered_once_and_read_only_inside_its_block() -> None:
@@ -446,3 +469,53 @@ async def test_an_error_in_the_block_of_open_llm_comes_out_as_itself() -> None:
         async with open_fake_llm():
             await wait_all_tasks_blocked()
             raise KeyError("mine")
+
+
+async def test_abort_gives_the_reader_the_text_that_might_have_become_a_stop_string(autojump_clock: MockClock) -> None:
+    async with open_fake_llm(step_s=0.1, script=script_of("xE")) as fake:
+        num_tokens, text = 0, ""
+        async with fake.llm.generate(HELLO, params(1000, stop=("Ex!",)), request_id="mine") as stream:
+            while len(text) == num_tokens:
+                output = (await anext(stream)).outputs[0]
+                num_tokens, text = num_tokens + len(output.token_ids), text + output.text
+            assert fake.llm.abort("mine") == 1
+
+            (last,) = [output async for output in stream]
+
+        assert (last.finished, last.outputs[0].finish_reason, last.outputs[0].token_ids) == (True, "abort", [])
+        assert last.outputs[0].text != ""
+        assert text + last.outputs[0].text == ("xE" * num_tokens)[:num_tokens]
+        await fake.assert_nothing_is_left()
+
+
+async def test_cumulative_outputs_each_hold_all_so_far(autojump_clock: MockClock) -> None:
+    async with open_fake_llm(step_s=0.1, script=script_of("abc")) as fake:
+        async with fake.llm.generate(HELLO, params(7, output_kind=RequestOutputKind.CUMULATIVE)) as stream:
+            choices = [output.outputs[0] async for output in stream]
+
+        assert [choice.text for choice in choices] == ["a", "ab", "abc", "abca", "abcab", "abcabc", "abcabca"]
+        assert [len(choice.token_ids) for choice in choices] == list(range(1, 8))
+        assert [choice.finish_reason for choice in choices] == [None] * 6 + ["length"]
+
+
+def script_of(text: str) -> tuple[int, ...]:
+    """The ids of tokens of one letter each."""
+    tokenizer = Tokenizer.from_buffer(byte_level_json())
+    return tuple(token_id for letter in text for token_id in tokenizer.encode(letter, add_special_tokens=False).ids)
+
+
+async def test_an_engine_that_shows_life_may_take_longer_than_the_limit_and_one_that_stops_may_not(
+    autojump_clock: MockClock,
+) -> None:
+    core = ScriptedCore()
+    async with open_llm_over(core, EngineConfig(startup_timeout_s=10), wait_until_ready=False) as llm:
+        for done in range(10):
+            await trio.sleep(9)
+            core.say(Progress(1, "load", done, 10))
+        assert (llm.status.state, llm.status.elapsed_s) == ("loading", 90)
+
+        with pytest.raises(EngineStartupError, match="no sign of life for 10 s in phase 'load'"):
+            await llm.wait_until_ready()
+
+        assert llm.status.elapsed_s == 100
+        assert core.kill_reason == llm.status.reason

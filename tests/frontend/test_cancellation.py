@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 
 import pytest
+import trio
 
 from tests.frontend.cancelling import cancel_at_every_checkpoint
 from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
@@ -59,6 +60,11 @@ async def check_health(llm: AsyncLLM) -> None:
     await llm.check_health()
 
 
+async def wait_for_idleness(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", PARAMS):
+        await llm.wait_idle()
+
+
 async def check_the_next_request(fake: FakeSetUp) -> None:
     await fake.assert_nothing_is_left()
     async with fake.llm.generate("hello", PARAMS) as stream:
@@ -76,6 +82,7 @@ async def check_the_next_request(fake: FakeSetUp) -> None:
         (fail, 3),
         (two_side_by_side, 4),
         (check_health, 2),
+        (wait_for_idleness, 3),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -86,3 +93,15 @@ async def test_cancelling_at_every_checkpoint_leaves_nothing_behind(
         num_checkpoints = await cancel_at_every_checkpoint(lambda: work(fake.llm), lambda: check_the_next_request(fake))
 
         assert num_checkpoints >= least, "so few checkpoints that the work was hardly interrupted anywhere"
+
+
+async def test_cancelling_the_wait_for_the_model_lets_it_load_on() -> None:
+    async with open_fake_llm(wait_until_ready=False) as fake:
+
+        async def wait() -> None:
+            await fake.llm.wait_until_ready()
+            assert fake.llm.is_running
+
+        assert await cancel_at_every_checkpoint(wait, trio.lowlevel.checkpoint) >= 2
+
+        await check_the_next_request(fake)

@@ -167,3 +167,44 @@ def test_any_interleaving_of_put_and_take_gives_the_same_text(takes: list[bool])
         return text + ((await collector.receive()).outputs[0].text if unread else "")
 
     assert trio.run(main) == "".join(f"{count}," for count in range(len(takes)))
+
+
+@given(st.lists(st.sampled_from(["put", "read", "cancel", "settle"]), max_size=40))
+def test_parked_and_cancelled_readers_lose_and_double_nothing_and_the_error_comes_last(steps: list[str]) -> None:
+    async def main() -> tuple[list[str], int]:
+        collector = RequestOutputCollector(DELTA)
+        taken: list[str] = []
+        scopes: list[trio.CancelScope] = []  # of the one reader, while there is one
+        num_put = 0
+
+        async def read_once() -> None:
+            try:
+                with scopes[0]:
+                    taken.append((await collector.receive()).outputs[0].text)
+            except EngineDeadError:
+                taken.append("error")
+            finally:
+                scopes.clear()
+
+        async with trio.open_nursery() as nursery:
+            for step in steps:
+                if step == "put":
+                    collector.put(an_output(f"{num_put},", num_put))
+                    num_put += 1
+                elif step == "read" and not scopes:
+                    scopes.append(trio.CancelScope())
+                    nursery.start_soon(read_once)
+                elif step == "cancel" and scopes:
+                    scopes[0].cancel()
+                elif step == "settle":
+                    await wait_all_tasks_blocked()
+            collector.put_error(EngineDeadError("gone"))
+        while "error" not in taken:
+            scopes.append(trio.CancelScope())
+            await read_once()
+        return taken, num_put
+
+    taken, num_put = trio.run(main)
+
+    assert taken[-1] == "error"
+    assert "".join(taken[:-1]) == "".join(f"{number}," for number in range(num_put))

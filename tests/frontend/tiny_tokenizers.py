@@ -6,6 +6,7 @@ Used by tests of text and rendering. The ids of single bytes are found with `byt
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from tokenizers import (
     AddedToken,
@@ -23,8 +24,11 @@ __all__ = [
     "byte_fallback_json",
     "byte_ids",
     "byte_level_json",
+    "decode",
+    "load_tokenizer",
     "metaspace_json",
     "odd_byte_fallback_json",
+    "vocab_size",
     "wordpiece_json",
 ]
 
@@ -88,11 +92,26 @@ def wordpiece_json() -> bytes:
     return tokenizer.to_str().encode()
 
 
+def vocab_size(content: bytes) -> int:
+    """Every id of the tokenizer is below this."""
+    return max(Tokenizer.from_buffer(content).get_vocab(with_added_tokens=True).values()) + 1
+
+
+def load_tokenizer(content: bytes) -> OurTokenizer:
+    """For a model that can emit each token of the vocabulary, and nothing else."""
+    return OurTokenizer(content, logits_width=vocab_size(content))
+
+
+def decode(tokenizer: OurTokenizer, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+    """What the tokenizers library makes of all ids at once."""
+    return tokenizer.table.decode(list(token_ids), skip_special_tokens)
+
+
 def byte_ids(tokenizer: OurTokenizer, data: bytes) -> list[int]:
     """The ids of tokens that stand for one byte each."""
     single: dict[bytes, int] = {}
-    for token_id in range(tokenizer.vocab_size):
-        single.setdefault(tokenizer.token_bytes(token_id), token_id)
+    for token_id, token_bytes in enumerate(tokenizer.table.bytes_by_id):
+        single.setdefault(token_bytes, token_id)
     return [single[bytes([byte])] for byte in data]
 
 

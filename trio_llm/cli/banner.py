@@ -12,13 +12,16 @@ from trio_llm.wire.messages import ModelConfig
 __all__ = ["banner"]
 
 
-def banner(model: ModelConfig, *, name: str, urls: Sequence[str], elapsed_s: float) -> str:
+def banner(
+    model: ModelConfig, *, name: str, urls: Sequence[str], elapsed_s: float, asked_len: int | None = None
+) -> str:
     """Several lines, without a line break at the end.
 
     Args:
         name: what requests call the model.
         urls: where the server listens; at least one, the first goes into the example.
         elapsed_s: from the start to being ready.
+        asked_len: the context that was asked for, in tokens; None: the longest there can be.
     """
     return "\n".join(
         [
@@ -26,13 +29,20 @@ def banner(model: ModelConfig, *, name: str, urls: Sequence[str], elapsed_s: flo
             f"  URL       {'  '.join(urls)}",
             f"  model     {name}",
             f"  dtype     {model.dtype} on {model.device}",
-            f"  context   {model.max_model_len} tokens",
+            f"  context   {_context(model, asked_len)}",
             f"  KV cache  {_capacity(model)}",
             "Try it:",
             f"  curl {urls[0]}/v1/chat/completions -H 'content-type: application/json' \\",
             """    -d '{"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 50}'""",
         ]
     )
+
+
+def _context(model: ModelConfig, asked_len: int | None) -> str:
+    text = f"{model.max_model_len} tokens"
+    if asked_len is None and model.trained_len is not None and model.max_model_len < model.trained_len:
+        text += f", cut from {model.trained_len}: the KV cache holds no more; raise --kv-cache-memory, or free memory"
+    return text
 
 
 def _capacity(model: ModelConfig) -> str:

@@ -30,6 +30,13 @@ _CONTROLS: Final = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if
 """What a model could steer the terminal with. Left out of what is shown, kept in what is sent back."""
 
 
+_ENDINGS: Final[dict[str | None, tuple[str, int]]] = {
+    "abort": ("(ended by the server)", 1),
+    "length": ("(cut: the limit of tokens was reached)", 0),
+}
+"""Finish reasons of an answer that is not whole: what is said of it, and the exit code if it is the only one."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
     """What goes with every question; None: the server decides."""
@@ -80,7 +87,7 @@ def run_chat(url: str, options: ChatOptions, *, question: str | None = None) -> 
     if not trio.run(_until_interrupted, partial(wait_for_server, address)):
         return 130
     if question is not None:
-        return 0 if _answer(address, conversation, question) else 130
+        return _answer(address, conversation, question)
     print(f"Chatting with {address}. Ctrl-C ends an answer, Ctrl-D the chat.", file=sys.stderr)
     while (line := _read_line()) is not None:
         if line.strip():
@@ -113,20 +120,33 @@ def _read_line() -> str | None:
             print()
 
 
-def _answer(address: Address, conversation: Conversation, question: str) -> bool:
-    """Stream an answer to stdout and remember it, as far as it came. False: Ctrl-C ended it."""
+def _answer(address: Address, conversation: Conversation, question: str) -> int:
+    """Stream an answer to stdout and remember it, as far as it came. Says on stderr if it was cut.
+
+    Returns the exit code that suits it: 1 for one that the server cut, 130 for Ctrl-C.
+    """
     pieces: list[str] = []
+    reasons: list[str | None] = []
 
     def show(text: str) -> None:
         pieces.append(text)
         print(text.translate(_CONTROLS), end="", flush=True)
 
+    async def stream() -> None:
+        reasons.append(await ask(address, conversation.body(question), show))
+
     try:
-        return trio.run(_until_interrupted, partial(ask, address, conversation.body(question), show))
+        finished = trio.run(_until_interrupted, stream)
     finally:
         if pieces:
             print()
         conversation.remember(question, "".join(pieces))
+    if not finished:
+        return 130
+    note, code = _ENDINGS.get(reasons[0], (None, 0))
+    if note is not None:
+        print(note, file=sys.stderr)
+    return code
 
 
 async def _until_interrupted(work: Callable[[], Awaitable[None]]) -> bool:
@@ -182,24 +202,28 @@ async def wait_for_server(address: Address, *, stream: TextIO | None = None) -> 
         await trio.sleep(_POLL_S)
 
 
-async def ask(address: Address, body: dict[str, Any], show: Callable[[str], None]) -> None:
+async def ask(address: Address, body: dict[str, Any], show: Callable[[str], None]) -> str | None:
     """Send a chat request that streams, and hand every piece of the answer's text to `show` as it comes.
+
+    Returns the finish reason, None if the server gave none.
 
     Cancellation: the connection is closed, which ends the request in the server; `show` has had what came.
 
     Raises:
         ServerError: the server refused the request, or the answer ended in an error or without its end.
     """
+    finish_reason = None
     async with open_request(address, "POST", "/v1/chat/completions", json_body=body) as response:
         if response.status != 200:
             raise ServerError(_reason(_parse(await response.read(), _Refusal), response.status))
         async for data in _events(response):
             if data == "[DONE]":
-                return
+                return finish_reason
             chunk = _parse(data, _Chunk)
             if chunk.error is not None:
                 raise ServerError(f"the answer was cut short: {_reason(chunk, response.status)}")
             for choice in chunk.choices:
+                finish_reason = choice.finish_reason or finish_reason
                 if choice.delta.content:
                     show(choice.delta.content)
     raise ServerError("the answer was cut short: the stream ended without its last event")
@@ -235,6 +259,7 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     delta: _Delta = msgspec.field(default_factory=_Delta)
+    finish_reason: str | None = None
 
 
 class _Chunk(_Refusal):

@@ -1,6 +1,6 @@
 """The command `trio-llm`: reads the command line, and turns every expected error into one line on stderr.
 
-Imports only what `--help` needs: Trio, Hypercorn and FastAPI are loaded inside the commands, torch never.
+Imports only what `--help` needs: Trio, Hypercorn and Starlette are loaded inside the commands, torch never.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def main() -> None:
 def run(args: Sequence[str]) -> int:
     """Run the command line `args` and return the exit code. Never raises for an expected error."""
     try:
-        code = get_command(app).main([_hyphenated(arg) for arg in args], "trio-llm", standalone_mode=False)
+        code = get_command(app).main([_known_spelling(arg) for arg in args], "trio-llm", standalone_mode=False)
     except typer.TyperException as error:
         # What the command line's reader found; its text names the option.
-        return _fail(error.format_message().replace("Value error, ", ""), error.exit_code)
+        return _fail(_plain(error.format_message()), error.exit_code)
     except TrioLLMError as error:
         return _fail(str(error), 1)
     except (KeyboardInterrupt, typer.Abort):
@@ -57,14 +57,23 @@ def run(args: Sequence[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    print(f"trio-llm: {' '.join(message.split())}", file=sys.stderr)
+    if message:  # empty: the help was printed, for want of a command
+        print(f"trio-llm: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
-def _hyphenated(arg: str) -> str:
-    """`--max_model_len=8k` as `--max-model-len=8k`: both spellings are in use."""
+def _plain(message: str) -> str:
+    """Typer's `Invalid value for '--port': Value error, 'x' is ...` as `--port: 'x' is ...`."""
+    return re.sub(r"^Invalid value for '([^']*)': (Value error, )?", r"\1: ", message)
+
+
+def _known_spelling(arg: str) -> str:
+    """`--max_model_len=8k` as `--max-model-len=8k`, and another name of an option as its first: all are in use."""
     match = re.fullmatch(r"(--[a-z][a-z_-]*)(=.*)?", arg, re.DOTALL)
-    return match[1].replace("_", "-") + (match[2] or "") if match else arg
+    if match is None:
+        return arg
+    name = match[1].replace("_", "-")
+    return options.OTHER_NAMES.get(name, name) + (match[2] or "")
 
 
 def _print_version(wanted: bool) -> None:

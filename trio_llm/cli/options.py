@@ -5,11 +5,11 @@ Used by cli/main.py. Defaults stand there, taken from the configs, so that there
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
 import typer
 
-from trio_llm.cli.numbers import parse_count
+from trio_llm.cli.numbers import parse_count, parse_decimal, parse_port, parse_temperature
 from trio_llm.config import Device as DeviceName
 from trio_llm.config import DType as DTypeName
 
@@ -18,6 +18,9 @@ _MEMORY = "Memory and scheduling"
 _SERVER = "Server"
 _FAILURE = "Failure"
 _LOGS = "Logs"
+
+OTHER_NAMES: Final = {"--kv-cache-memory-bytes": "--kv-cache-memory"}
+"""Not known to typer: in `--help`, a line with two names has no room for what they mean."""
 
 LogLevelName = Literal["debug", "info", "warning", "error"]
 
@@ -34,20 +37,31 @@ Model = Annotated[
 ]
 DType = Annotated[
     DTypeName,
-    typer.Option("--dtype", help="Number format of the weights; auto: the checkpoint's.", rich_help_panel=_MODEL),
+    typer.Option(
+        "--dtype",
+        metavar="TYPE",
+        help="Of the weights: auto, float32, bfloat16 or float16. auto: as the checkpoint says, "
+        "but float32, with twice the memory, on a CPU without 16-bit arithmetic.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 Device = Annotated[
     DeviceName,
-    typer.Option("--device", help="Where the model runs; auto: a GPU if there is one.", rich_help_panel=_MODEL),
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="Where the model runs: auto, cpu or cuda. auto: a GPU if there is one.",
+        rich_help_panel=_MODEL,
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,
     typer.Option(
         "--max-model-len",
         parser=parse_count,
-        metavar="TOKENS",
-        help="Prompt and answer together.",
-        show_default="what the model was trained for",
+        metavar="N",
+        help="Tokens of prompt and answer together.",
+        show_default="what the model was trained for, or what the KV cache can hold",
         rich_help_panel=_MODEL,
     ),
 ]
@@ -73,8 +87,8 @@ MaxNumBatchedTokens = Annotated[
     typer.Option(
         "--max-num-batched-tokens",
         parser=parse_count,
-        metavar="TOKENS",
-        help="Token budget of one step, prompts and answers together.",
+        metavar="N",
+        help="Tokens in one step, prompts and answers together.",
         rich_help_panel=_MEMORY,
     ),
 ]
@@ -82,7 +96,6 @@ KVCacheMemory = Annotated[
     int | None,
     typer.Option(
         "--kv-cache-memory",
-        "--kv-cache-memory-bytes",
         parser=parse_count,
         metavar="BYTES",
         help="Memory for the KV cache, such as 512M or 2G.",
@@ -102,9 +115,16 @@ NumBlocks = Annotated[
     ),
 ]
 
-Host = Annotated[str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.", rich_help_panel=_SERVER)]
+Host = Annotated[str, typer.Option("--host", metavar="ADDR", help="Address to listen on.", rich_help_panel=_SERVER)]
 Port = Annotated[
-    int, typer.Option("--port", metavar="PORT", help="Port to listen on; 0: any free one.", rich_help_panel=_SERVER)
+    int,
+    typer.Option(
+        "--port",
+        parser=parse_port,
+        metavar="PORT",
+        help="Port to listen on; 0: any free one.",
+        rich_help_panel=_SERVER,
+    ),
 ]
 AllowUnauthenticated = Annotated[
     bool,
@@ -129,8 +149,9 @@ BodyTimeout = Annotated[
     float,
     typer.Option(
         "--body-timeout",
-        metavar="SECONDS",
-        help="Time a client has to send its request body.",
+        parser=parse_decimal,
+        metavar="S",
+        help="Seconds a client has to send its request body.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -138,8 +159,9 @@ SSEKeepAlive = Annotated[
     float,
     typer.Option(
         "--sse-keep-alive-interval",
-        metavar="SECONDS",
-        help="Silence in a stream after which a comment is sent.",
+        parser=parse_decimal,
+        metavar="S",
+        help="Seconds of silence in a stream after which a comment is sent.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -148,8 +170,9 @@ DrainTimeout = Annotated[
     float,
     typer.Option(
         "--drain-timeout",
-        metavar="SECONDS",
-        help="Time that running requests get after SIGTERM or Ctrl-C; a second signal stops at once.",
+        parser=parse_decimal,
+        metavar="S",
+        help="Seconds that running requests get after SIGTERM or Ctrl-C; a second signal stops at once.",
         rich_help_panel=_FAILURE,
     ),
 ]
@@ -163,7 +186,13 @@ KeepAlive = Annotated[
 ]
 
 LogLevel = Annotated[
-    LogLevelName, typer.Option("--log-level", help="Least severe log line to write.", rich_help_panel=_LOGS)
+    LogLevelName,
+    typer.Option(
+        "--log-level",
+        metavar="NAME",
+        help="Least severe log line to write: debug, info, warning or error.",
+        rich_help_panel=_LOGS,
+    ),
 ]
 DisableLogStats = Annotated[
     bool,
@@ -189,12 +218,18 @@ MaxTokens = Annotated[
     typer.Option(
         "--max-tokens",
         parser=parse_count,
-        metavar="TOKENS",
-        help="Longest answer.",
+        metavar="N",
+        help="Longest answer, in tokens.",
         show_default="the rest of the context",
     ),
 ]
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", min=0, max=2, help="0: always the likeliest word.", show_default="the model's own"),
+    typer.Option(
+        "--temperature",
+        parser=parse_temperature,
+        metavar="T",
+        help="From 0, always the likeliest word, to 2.",
+        show_default="the server's",
+    ),
 ]

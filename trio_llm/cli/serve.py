@@ -85,7 +85,9 @@ async def serve_engine(
             nursery.start_soon(_end_in_time, stop, server.drain_timeout_s)
             urls = await nursery.start(run_http)
             await _show_start_up(llm, sys.stderr)
-            print(banner(llm.model_config, name=name, urls=urls, elapsed_s=llm.status.elapsed_s), flush=True)
+            elapsed_s = llm.status.elapsed_s
+            text = banner(llm.model_config, name=name, urls=urls, elapsed_s=elapsed_s, asked_len=engine.max_model_len)
+            print(text, flush=True)
 
 
 async def _show_start_up(llm: AsyncLLM, stream: TextIO) -> None:

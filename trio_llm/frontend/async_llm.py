@@ -69,6 +69,7 @@ async def open_llm(
     Cancellation: leaving the block, by any way, stops the engine process; this takes up to about four seconds.
 
     Raises:
+        ConfigError: `config` is no model directory.
         EngineStartupError: the engine ended before it was ready (only with `wait_until_ready`).
     """
     if not isinstance(config, EngineConfig):

@@ -33,7 +33,12 @@ def unwrap_single() -> Iterator[None]:
         leaf = single_leaf(group)
         if leaf is None:
             raise
-        raise leaf from leaf.__cause__  # not "from the group", which says nothing more
+        cause, context, is_hidden = leaf.__cause__, leaf.__context__, leaf.__suppress_context__
+        try:
+            raise leaf
+        finally:
+            # `raise` has put the group there, which says nothing more, in place of what the leaf was raised from.
+            leaf.__cause__, leaf.__context__, leaf.__suppress_context__ = cause, context, is_hidden
 
 
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:

@@ -6,6 +6,7 @@ generator that is dropped runs its clean-up whenever the garbage collector likes
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Literal
@@ -70,6 +71,12 @@ class GenerateStream:
         assert self._request is not None
         self._leave(self._request)
         self._stage = "closed"
+
+    def __del__(self) -> None:
+        # A safety net, not a way to end a stream: when it runs is up to the garbage collector.
+        if self._stage in ("open", "over") and self._request is not None:
+            warnings.warn(f"{self!r} was dropped without leaving its block", ResourceWarning, source=self, stacklevel=1)
+            self._leave(self._request)
 
     def __aiter__(self) -> GenerateStream:
         if self._stage == "new":

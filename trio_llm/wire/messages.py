@@ -167,6 +167,8 @@ class ModelConfig(_Message, frozen=True, kw_only=True):
     """What the model can do: `generate`."""
     versions: dict[str, str]
     """Of what computes: torch and others."""
+    trained_len: int | None = None
+    """Tokens that the model was trained for; `max_model_len` may be less. None: it does not say."""
     sampling_defaults: dict[str, float] = msgspec.field(default_factory=dict)
     """What the model's makers recommend for temperature, top_p and top_k; servers use it where a request is silent."""
 

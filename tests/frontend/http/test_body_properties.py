@@ -11,13 +11,14 @@ from hypothesis import strategies as st
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.errors import reply_for
 from trio_llm.frontend.http.json_body import parse_json_object
-from trio_llm.frontend.http.openai.chat import ChatRequest, chat_messages, chat_params, parse_chat_request
+from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, parse_chat_request
 from trio_llm.frontend.http.openai.completions import (
     CompletionRequest,
     completion_params,
     completion_prompts,
     parse_completion_request,
 )
+from trio_llm.frontend.rendering.messages import plain_messages
 
 FIELDS = sorted(
     set(ChatRequest.model_fields) | set(CompletionRequest.model_fields) | {"n", "tools", "echo", "logit_bias"}
@@ -45,11 +46,11 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).map(lambda
 def read(body: bytes) -> None:
     fields = parse_json_object(body, "application/json")
     chat = parse_chat_request(fields)
-    chat_params(chat)
-    chat_messages(chat)
+    chat_params(chat, {})
+    plain_messages(chat.messages)
     completion = parse_completion_request(fields)
-    completion_params(completion)
-    completion_prompts(completion.prompt)
+    completion_params(completion, {}, room=100)
+    completion_prompts(completion.prompt, max_model_len=100)
 
 
 def check(body: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from tests.frontend.http.fake_client import End, FakeClient, Held
@@ -35,6 +36,15 @@ async def test_fields_that_are_left_out_take_the_defaults() -> None:
     [asked] = client.asked
     assert asked.params == SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY)
     assert asked.prompt == [ord(character) for character in "<user>Hi<assistant>"]
+
+
+async def test_what_the_models_makers_recommend_goes_before_the_defaults_and_after_the_request() -> None:
+    client = FakeClient()
+    client.model = msgspec.structs.replace(client.model, sampling_defaults={"temperature": 0.2, "top_p": 0.9})
+    await chat(client, top_p=0.5)
+
+    [asked] = client.asked
+    assert (asked.params.temperature, asked.params.top_p) == (0.2, 0.5)
 
 
 async def test_every_supported_field_reaches_the_engine() -> None:
@@ -215,6 +225,21 @@ async def test_the_whole_answer_has_every_field_of_its_shape() -> None:
         "kv_transfer_params": None,
         "metrics": None,
     }
+
+
+async def test_text_parts_reach_the_model_as_lines_and_an_answer_without_content_as_nothing() -> None:
+    client = FakeClient()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [
+        {"role": "user", "content": parts},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "c"},
+    ]
+    reply = await chat(client, messages=messages)
+
+    assert reply.status == 200
+    [asked] = client.asked
+    assert asked.prompt == list(b"<user>a\nb<assistant><user>c<assistant>")
 
 
 async def test_the_id_comes_from_the_header_then_the_body_then_chance() -> None:

@@ -21,7 +21,15 @@ async def test_without_max_tokens_16_are_generated() -> None:
     await complete(client)
 
     assert client.asked[0].params.max_tokens == 16
-    assert client.asked[0].prompt == "Once"
+    assert client.asked[0].prompt == [1, *b"Once"]
+
+
+async def test_without_max_tokens_a_prompt_that_leaves_less_room_gets_what_there_is() -> None:
+    client = FakeClient()
+    reply = await complete(client, prompt=[5] * (client.model.max_model_len - 3))
+
+    assert reply.status == 200
+    assert client.asked[0].params.max_tokens == 3
 
 
 async def test_special_tokens_of_the_prompt_can_be_left_out() -> None:
@@ -101,7 +109,8 @@ async def test_each_prompt_of_a_list_has_its_own_choice(prompts: list[Any]) -> N
     reply = await complete(client, prompt=prompts, request_id="R")
 
     assert {asked.request_id: asked.prompt for asked in client.asked} == {
-        f"R-{index}": prompt for index, prompt in enumerate(prompts)
+        f"R-{index}": [1, *prompt.encode()] if isinstance(prompt, str) else prompt
+        for index, prompt in enumerate(prompts)
     }
     # They are admitted at once, in any order: each answer must stand at the prompt that got it.
     given = {asked.request_id: f"answer {turn}" for turn, asked in enumerate(client.asked)}

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import trio
@@ -157,6 +158,26 @@ async def test_cancelling_the_server_aborts_what_runs() -> None:
     assert client.state == EngineStatus(state="ready")
 
 
+async def wait_send_blocked(server_port: int, connection: Connection) -> None:
+    """Wait until the kernel takes no more for a client that does not read, and a task waits for that to change."""
+    while True:
+        await trio.testing.wait_all_tasks_blocked()
+        waits = trio.lowlevel.current_statistics().io_statistics
+        assert waits.backend == "epoll"
+        if waits.tasks_waiting_write and is_window_closed(server_port, connection.stream.socket.getsockname()[1]):
+            return
+
+
+def is_window_closed(server_port: int, client_port: int) -> bool:
+    """The server's kernel holds data and probes for a window that the client has closed: timer 4 of proc(5)."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, _, _, timer, *_ = line.split()
+        ports = [int(address.rpartition(":")[2], 16) for address in (local, remote)]
+        if ports == [server_port, client_port]:
+            return timer.startswith("04:")
+    return False
+
+
 @pytest.mark.parametrize("how", ["stop", "cancel"])
 async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "ENDING_S", 0.01)
@@ -166,7 +187,7 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, mo
         async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
             await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
             await client.entered.wait()
-            await trio.testing.wait_all_tasks_blocked(cushion=0.05)  # until the server blocks in a send
+            await wait_send_blocked(server.port, connection)
             assert len(client.running[0].script) > 1, "the kernel has taken everything"
             if how == "stop":
                 server.stop.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import pytest
 
 from trio_llm.errors import EngineStartupError, InvalidRequestError
 from trio_llm.frontend.rendering import chat_template
-from trio_llm.frontend.rendering.chat_template import ChatTemplate, flatten_messages
+from trio_llm.frontend.rendering.chat_template import ChatTemplate
 
 CHATML = """\
 {%- for message in messages %}
@@ -148,65 +147,33 @@ def test_a_text_over_the_limit_is_refused_while_it_grows(monkeypatch: pytest.Mon
 def test_a_model_without_a_template_takes_no_messages() -> None:
     template = ChatTemplate(None)
 
-    assert not template.is_present
     with pytest.raises(InvalidRequestError, match="has no chat template") as caught:
         template.render(HELLO)
     assert caught.value.param == "messages"
 
 
-@pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-def test_text_parts_are_joined_in_every_role(role: str) -> None:
-    parts = [{"type": "text", "text": "a "}, {"type": "text", "text": "b"}]
+def test_malformed_messages_do_not_reach_the_template() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        render(CHATML, [*HELLO, {"role": "user", "content": [{"type": "text"}]}])
 
-    assert flatten_messages([{"role": role, "content": parts, "name": "n"}]) == [
-        {"role": role, "content": "a b", "name": "n"}
+    assert caught.value.param == "messages.1.content.0.text"
+
+
+def test_text_parts_reach_the_template_as_one_string_and_an_empty_answer_can_be_continued() -> None:
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None},
     ]
 
+    text = render(CHATML, messages, add_generation_prompt=False, continue_final_message=True)
 
-def test_flattening_leaves_the_callers_messages_alone() -> None:
-    messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-
-    flatten_messages(messages)[0]["role"] = "changed"
-
-    assert messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
+    assert text == "<|im_start|>user\na\nb<|im_end|>\n<|im_start|>assistant\n"
+    assert messages[1] == {"role": "assistant", "content": None}
 
 
-def test_an_assistant_that_only_called_tools_has_an_empty_content() -> None:
-    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
-
-    assert flatten_messages([call]) == [call | {"content": ""}]
-
-
-@pytest.mark.parametrize(
-    ("messages", "param"),
-    [
-        ([], "messages"),
-        ("hello", "messages"),
-        (["hello"], "messages.0"),
-        ([*HELLO, {"content": "x"}], "messages.1.role"),
-        ([{"role": 1, "content": "x"}], "messages.0.role"),
-        ([*HELLO, {"role": "user"}], "messages.1.content"),
-        ([*HELLO, {"role": "user", "content": 5}], "messages.1.content"),
-        ([*HELLO, {"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "messages.1.content"),
-        ([*HELLO, {"role": "user", "content": [{"type": "text"}]}], "messages.1.content"),
-        ([*HELLO, {"role": "user", "content": ["x"]}], "messages.1.content"),
-        ([*HELLO, {"role": "user", "content": [{"type": ["\udc97"]}]}], "messages.1.content"),
-        ([*HELLO, {"role": "user", "content": "\udc97"}], "messages.1.content"),
-        ([*HELLO, {"role": "user", "content": [{"type": "text", "text": "\ud83d"}]}], "messages.1.content"),
-        (HELLO * 20_000, "messages"),
-    ],
-)
-def test_malformed_messages_are_refused_with_their_place(messages: Any, param: str) -> None:
-    with pytest.raises(InvalidRequestError) as caught:
-        flatten_messages(messages)
-
-    assert caught.value.param == param
-    str(caught.value).encode()  # also the error must be valid text
-
-
-def test_a_lone_surrogate_anywhere_in_a_message_is_refused() -> None:
+def test_a_lone_surrogate_in_an_extra_variable_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="lone surrogate") as caught:
-        render("{{ messages[0].name }}", [{"role": "user", "content": "x", "name": "\udc97"}])
+        render("{{ mood }}", template_kwargs={"mood": "\udc97"})
 
     assert caught.value.param == "messages"
 
@@ -226,7 +193,8 @@ def test_the_template_is_found_in_each_place_a_model_may_have_it(tmp_path: Path)
 
 @pytest.mark.parametrize("config", [{}, {"chat_template": None}, {"chat_template": [{"name": "rag"}]}])
 def test_a_model_may_have_no_template(tmp_path: Path, config: dict[str, Any]) -> None:
-    assert not ChatTemplate.load(tmp_path, json.loads(json.dumps(config))).is_present
+    with pytest.raises(InvalidRequestError, match="has no chat template"):
+        load(tmp_path, config)
 
 
 def test_a_broken_template_stops_the_start_with_one_line(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import trio
 import trio.testing
 
 from tests.frontend import tiny_tokenizers
+from tests.frontend.tiny_tokenizers import load_tokenizer, vocab_size
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import INLINE_CHARS, MAX_THREADS, Renderer
@@ -27,7 +28,7 @@ class RecordingTokenizer(Tokenizer):
     """Notes in which threads it encodes; `gate`, if set, is waited for first."""
 
     def __init__(self, content: bytes) -> None:
-        super().__init__(content)
+        super().__init__(content, logits_width=vocab_size(content))
         self.threads: list[threading.Thread] = []
         self.gate: threading.Event | None = None
         self._started = threading.Semaphore(0)
@@ -62,22 +63,21 @@ async def test_text_becomes_ids_and_ids_stay_as_they_are() -> None:
 
 
 async def test_special_tokens_are_added_to_prompts_but_not_to_chats() -> None:
-    tokenizer = Tokenizer(tiny_tokenizers.byte_fallback_json())
+    tokenizer = load_tokenizer(tiny_tokenizers.byte_fallback_json())
     renderer = Renderer(tokenizer, ChatTemplate("{{ messages[0].content }}"), max_model_len=100)
     plain = tokenizer.encode("he", add_special_tokens=False)
 
     assert await renderer.render_prompt("he") == [1, *plain]
     assert await renderer.render_prompt("he", add_special_tokens=False) == plain
-    assert (await renderer.render_chat([{"role": "user", "content": "he"}])).token_ids == plain
+    assert await renderer.render_chat([{"role": "user", "content": "he"}]) == plain
 
 
-async def test_a_conversation_becomes_text_and_its_ids() -> None:
+async def test_a_conversation_becomes_the_ids_of_its_text() -> None:
     renderer, tokenizer = make_renderer()
 
-    rendered = await renderer.render_chat([{"role": "user", "content": "hello"}])
+    token_ids = await renderer.render_chat([{"role": "user", "content": "hello"}])
 
-    assert rendered.text == "user: hello\nbot:"
-    assert rendered.token_ids == tokenizer.encode(rendered.text, add_special_tokens=False)
+    assert token_ids == tokenizer.encode("user: hello\nbot:", add_special_tokens=False)
 
 
 async def test_small_texts_are_encoded_in_place_and_big_ones_in_a_worker_thread() -> None:
@@ -99,7 +99,7 @@ async def test_small_texts_are_encoded_in_place_and_big_ones_in_a_worker_thread(
         ([{"role": "user", "content": "x" * 5000}], {}, False),
         ([{"role": "user", "content": [{"type": "text", "text": "x" * 5000}]}], {}, False),
         ([{"role": "user", "content": "x"}] * 500, {}, False),
-        ([{"role": "user", "content": "x", "tool_calls": [{"arguments": "y" * 5000}]}], {}, False),
+        ([{"role": "user", "content": "x", "more": [{"text": "y" * 5000}]}], {}, False),
         ([{"role": "user", "content": "x"}], {"template_kwargs": {"text": "y" * 5000}}, False),
     ],
 )
@@ -113,7 +113,7 @@ async def test_big_conversations_are_rendered_in_a_worker_thread(
 
     threads: list[threading.Thread] = []
     renderer = Renderer(
-        Tokenizer(tiny_tokenizers.byte_level_json()), RecordingTemplate("short {{ text }}"), max_model_len=1000
+        load_tokenizer(tiny_tokenizers.byte_level_json()), RecordingTemplate("short {{ text }}"), max_model_len=1000
     )
 
     await renderer.render_chat(messages, **options)
@@ -156,7 +156,7 @@ async def test_a_cancelled_caller_leaves_at_once_and_its_thread_keeps_its_place_
         assert len(await renderer.render_prompt("a" * 5000)) == 5000
 
 
-@pytest.mark.parametrize("render", ["prompt", "chat", "detokenize"])
+@pytest.mark.parametrize("render", ["prompt", "chat"])
 async def test_a_caller_cancelled_before_the_start_gets_nothing(render: str) -> None:
     renderer, tokenizer = make_renderer()
 
@@ -164,10 +164,8 @@ async def test_a_caller_cancelled_before_the_start_gets_nothing(render: str) -> 
         scope.cancel()
         if render == "prompt":
             await renderer.render_prompt("x")
-        elif render == "chat":
-            await renderer.render_chat([{"role": "user", "content": "x"}])
         else:
-            await renderer.detokenize([1])
+            await renderer.render_chat([{"role": "user", "content": "x"}])
 
     assert scope.cancelled_caught
     assert tokenizer.threads == []
@@ -203,44 +201,21 @@ async def test_lone_surrogates_are_refused_with_their_place(text: str) -> None:
 async def test_a_model_without_a_template_takes_prompts_only() -> None:
     renderer, _ = make_renderer(template=None)
 
-    assert not renderer.has_chat_template
     assert await renderer.render_prompt("hello")
     with pytest.raises(InvalidRequestError, match="no chat template"):
         await renderer.render_chat([{"role": "user", "content": "x"}])
 
 
-async def test_ids_become_text_again() -> None:
-    renderer, tokenizer = make_renderer()
-    ids = tokenizer.encode("ďábelské<|end|>", add_special_tokens=False)
-
-    assert await renderer.detokenize(ids) == "ďábelské<|end|>"
-    assert await renderer.detokenize(ids, skip_special_tokens=True) == "ďábelské"
-    assert await renderer.detokenize([*ids, 9999]) == "ďábelské<|end|>"
-
-
-@pytest.mark.parametrize("wrong", [-1, 2**31, 2**64])
-async def test_ids_out_of_range_have_no_text_and_are_refused(wrong: int) -> None:
-    renderer, _ = make_renderer()
-
-    with pytest.raises(InvalidRequestError, match="token id must be") as caught:
-        await renderer.detokenize([1, wrong])
-
-    assert caught.value.param == "tokens"
-
-
-async def test_a_model_directory_gives_prompts_chats_and_detokenizers(tmp_path: Path) -> None:
+async def test_a_model_directory_gives_prompts_chats_and_a_table(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(tiny_tokenizers.byte_level_json())
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": "<|end|>", "chat_template": "{{ bos_token }}hello"}')
 
     renderer = await trio.to_thread.run_sync(lambda: Renderer.load(tmp_path, 100, logits_width=512))
-    rendered = await renderer.render_chat([{"role": "user", "content": "x"}])
 
-    assert rendered.text == "<|end|>hello"
-    assert len(rendered.token_ids) == 2
-    stream = renderer.make_detokenizer(rendered.token_ids, skip_special_tokens=True)
-    assert stream.feed(await renderer.render_prompt("🔥!")) + stream.finish() == "🔥!"
+    chat = await renderer.render_chat([{"role": "user", "content": "x"}])
+    assert [renderer.token_table.token_bytes(token_id) for token_id in chat] == [b"<|end|>", b"hello"]
+    assert await renderer.render_prompt("hello") == chat[1:]
     assert len(renderer.token_table.bytes_by_id) == 512
-    assert renderer.token_names.token_bytes(rendered.token_ids[1]) == b"hello"
 
 
 def test_importing_the_renderer_imports_neither_torch_nor_transformers() -> None:

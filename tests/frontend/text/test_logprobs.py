@@ -10,11 +10,12 @@ from tests.frontend import tiny_tokenizers
 from tests.frontend.tiny_tokenizers import byte_ids
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.rendering.tokenizer import Tokenizer
+from trio_llm.frontend.text.detokenizer import TokenIdError
 from trio_llm.frontend.text.logprobs import LOGPROB_FLOOR, make_token_logprobs
 from trio_llm.outputs import Logprob
 from trio_llm.wire.messages import LogprobRow
 
-TOKENIZER = Tokenizer(tiny_tokenizers.byte_level_json())
+TOKENIZER = Tokenizer(tiny_tokenizers.byte_level_json(), logits_width=300)
 TABLE = TOKENIZER.table
 
 
@@ -39,11 +40,16 @@ def test_numbers_that_json_or_probability_do_not_know_are_clamped(value: float, 
     assert (entry.sampled.logprob, entry.top[0].logprob) == (shown, shown)
 
 
-@pytest.mark.parametrize("unknown", [-1, TOKENIZER.vocab_size, 2**40])
-def test_ids_unknown_to_the_tokenizer_have_no_text(unknown: int) -> None:
-    entry = make_token_logprobs(LogprobRow([unknown], [-1.0], sampled_rank=1), TABLE)
+def test_ids_that_only_pad_the_logits_have_no_text() -> None:
+    entry = make_token_logprobs(LogprobRow([299], [-1.0], sampled_rank=1), TABLE)
 
     assert (entry.sampled.token, entry.sampled.token_bytes, entry.top) == ("", b"", ())
+
+
+@pytest.mark.parametrize("wrong", [-1, 300, 2**40])
+def test_an_id_that_the_model_cannot_emit_is_the_error_of_its_request(wrong: int) -> None:
+    with pytest.raises(TokenIdError, match=f"token id {wrong}, the model's ids are 0 to 299"):
+        make_token_logprobs(LogprobRow([1, wrong], [-1.0, -1.0], sampled_rank=1), TABLE)
 
 
 @pytest.mark.parametrize("row", [LogprobRow([], [], 1), LogprobRow([1, 2], [-1.0], 1)])

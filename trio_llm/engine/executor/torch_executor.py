@@ -63,6 +63,7 @@ class TorchExecutor:
                 "torch": str(torch.__version__),
                 "transformers": transformers.__version__,
             },
+            trained_len=model.max_position_embeddings,
         )
 
     @property

@@ -82,12 +82,12 @@ class CausalLM:
     @property
     def sampling_defaults(self) -> dict[str, float]:
         """What the generation configuration sets of temperature, top_p and top_k, as far as it can be meant."""
-        found = self._model.generation_config.to_diff_dict()
-        in_range = {"temperature": lambda t: 0 <= t <= 2, "top_p": lambda p: 0 < p <= 1, "top_k": lambda k: k >= 0}
+        found: dict[str, Any] = self._model.generation_config.to_diff_dict()
+        bounds = {"temperature": (0.0, 2.0), "top_p": (1e-6, 1.0), "top_k": (0, 2**31 - 1)}
         return {
             name: value
-            for name, is_meant in in_range.items()
-            if isinstance(value := found.get(name), int | float) and is_meant(value)
+            for name, (low, high) in bounds.items()
+            if isinstance(value := found.get(name), int | float) and low <= value <= high
         }
 
     @torch.inference_mode()

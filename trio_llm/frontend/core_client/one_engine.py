@@ -9,6 +9,7 @@ import errno
 import logging
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +18,7 @@ import zmq
 
 from trio_llm.config import EngineConfig
 from trio_llm.errors import CodecError, EngineDeadError, EngineStartupError
-from trio_llm.frontend.core_client.engine_process import EngineProcess
+from trio_llm.frontend.core_client.engine_process import ENGINE_COMMAND, EngineProcess
 from trio_llm.frontend.core_client.outbox import Outbox
 from trio_llm.frontend.core_client.trio_socket import TrioSocket
 from trio_llm.wire.boot import EngineBoot, engine_identity
@@ -32,22 +33,34 @@ _TAIL_S: Final = 0.2
 """How long nothing must arrive after the engine's end until its last message counts as taken."""
 _LAST_WORDS_S: Final = 2.0
 """From the message that the engine failed to its end; a device that hangs may keep it from ending by itself."""
+_STOP_GRACE_S: Final = 2.0
+"""How long an engine that was told to go may take until it is killed."""
 _INDEX: Final = 0
 
 
 class OneEngineClient:
     """One engine: its process, its sockets and the outbox. Implements `CoreClient`.
 
+    Args:
+        config: what the engine runs.
+        command: the program that is the engine, and its arguments.
+
     Raises:
         EngineStartupError: the sockets cannot be made.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._config = config
+        self._command = command
         self._epoch = 1
         self._outbox = Outbox()
         # Private to this user (0700), and short: an ipc path has about 100 bytes.
-        self._folder = Path(tempfile.mkdtemp(prefix="trio_llm-"))
+        try:
+            self._folder = Path(tempfile.mkdtemp(prefix="trio_llm-"))
+        except OSError as error:
+            raise EngineStartupError(
+                f"cannot make a folder for sockets: {error}; set TMPDIR to a folder that can be written"
+            ) from error
         self._context = zmq.Context()
         try:
             self._to_engine = TrioSocket(self._bind(zmq.ROUTER, "in"))
@@ -60,6 +73,8 @@ class OneEngineClient:
                 "be written (an ipc address has about 100 bytes)"
             ) from error
         self._is_exited = False
+        self._is_garbled = False
+        """A frame was malformed: what comes after it is dropped."""
         self._last_words: str | None = None
         self._has_last_words = trio.Event()
         self._kill_reason: str | None = None
@@ -72,6 +87,11 @@ class OneEngineClient:
         return self._process.pid if self._process else None
 
     async def run(self) -> None:
+        """As `CoreClient.run`.
+
+        Raises:
+            EngineStartupError: the process cannot be started.
+        """
         boot = EngineBoot(
             config=self._config,
             engine_index=_INDEX,
@@ -80,7 +100,11 @@ class OneEngineClient:
             output_address=self._address("out"),
         )
         try:
-            process = self._process = EngineProcess(boot)
+            try:
+                process = self._process = EngineProcess(boot, command=self._command)
+            except OSError as error:
+                self._kill_reason = f"cannot start the engine process: {error}"
+                raise EngineStartupError(self._kill_reason) from error
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(process.relay_stderr)
@@ -91,7 +115,7 @@ class OneEngineClient:
                     self._receive_scope.cancel()
                     # The tasks go on: what the engine printed last is still in the pipe.
             finally:
-                await process.stop()
+                await process.stop(grace_s=_STOP_GRACE_S)
         finally:
             self._close()
 
@@ -100,14 +124,7 @@ class OneEngineClient:
 
     async def receive(self) -> list[FromEngine]:
         while True:
-            frames = await self._receive_frames()
-            messages = []
-            for frame in frames:
-                try:
-                    messages.append(decode_from_engine(frame[-1]))
-                except CodecError as error:
-                    # On this side a token may be missing: nothing that follows can be trusted.
-                    self.kill(f"the engine sent a {error}")
+            messages = self._decode(await self._receive_frames())
             wanted = [message for message in messages if message.epoch == self._epoch]
             for message in wanted:
                 if isinstance(message, EngineDead):
@@ -122,6 +139,19 @@ class OneEngineClient:
         if self._process is not None:
             self._process.kill()
 
+    def _decode(self, frames: list[list[bytes]]) -> list[FromEngine]:
+        messages: list[FromEngine] = []
+        for frame in frames:
+            if self._is_garbled:
+                break
+            try:
+                messages.append(decode_from_engine(frame[-1]))
+            except CodecError as error:
+                # On this side a token may be missing: nothing that follows can be trusted.
+                self._is_garbled = True
+                self.kill(f"the engine sent a {error}")
+        return messages
+
     async def _receive_frames(self) -> list[list[bytes]]:
         try:
             if not self._is_exited:
@@ -131,7 +161,7 @@ class OneEngineClient:
             with trio.move_on_after(_TAIL_S):
                 return await self._from_engine.recv_many()
         except trio.ClosedResourceError:
-            raise EngineDeadError("the engine was stopped") from None
+            raise EngineDeadError(self._kill_reason or "the engine was stopped") from None
         assert self._process is not None
         raise EngineDeadError(self._kill_reason or self._last_words or self._process.exit_description)
 

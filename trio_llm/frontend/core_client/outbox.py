@@ -24,11 +24,11 @@ class Outbox:
         Raises:
             CodecError: the message has no form on the wire. Nothing was queued.
         """
+        # Encoded now, an abort too, so that the one who asks gets the error.
+        frame = encode(message)
         if isinstance(message, Abort):
             self._aborted_ids.extend(message.request_ids)
         else:
-            # Encoded now, so that the one who asks gets the error.
-            frame = encode(message)
             self._flush_aborts()
             self._frames.append(frame)
         self._has_some.set()

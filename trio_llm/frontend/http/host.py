@@ -163,7 +163,7 @@ async def stop_on_signals(stop: trio.Event) -> None:
             if stop.is_set():
                 print(f"{name} again: ending at once", file=sys.stderr, flush=True)
                 os._exit(1)
-            _logger.warning("%s: draining; a second one ends at once", name)
+            _logger.info("%s: draining, so that running requests can end; a second signal stops at once", name)
             stop.set()
 
 

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
+import trio
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
@@ -21,9 +23,9 @@ from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.errors import MethodNotAllowedError, RouteNotFoundError
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.generation import Generation, RunningRequests
-from trio_llm.frontend.http.json_body import parse_json_object
+from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
 from trio_llm.frontend.http.model_names import served_names
-from trio_llm.frontend.http.openai.chat import chat_messages, chat_params, parse_chat_request
+from trio_llm.frontend.http.openai.chat import chat_params, parse_chat_request
 from trio_llm.frontend.http.openai.completions import completion_params, completion_prompts, parse_completion_request
 from trio_llm.frontend.http.openai.fields import CommonFields
 from trio_llm.frontend.http.openai.openapi import openapi_document
@@ -83,17 +85,19 @@ class _Routes:
         self._running = running
         self._created = int(time.time())
         self._document: bytes | None = None
+        # One at a time: parsing holds the interpreter lock, so that two would only take turns.
+        self._big_bodies = trio.CapacityLimiter(1)
 
     # -------------------------------------------------------------------------------------- generating
 
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
         self._client.check_admission()
-        request = parse_chat_request(await _json(http))
-        params = chat_params(request)
+        request = parse_chat_request(await self._json(http))
+        params = chat_params(request, self._client.model_config.sampling_defaults)
         model = self._model_name(request.model)
-        rendered = await self._client.renderer.render_chat(
-            chat_messages(request),
+        token_ids = await self._client.renderer.render_chat(
+            request.messages,
             add_generation_prompt=request.adds_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             template_kwargs=request.chat_template_kwargs,
@@ -103,7 +107,7 @@ class _Routes:
         generation = Generation(
             client=self._client,
             running=self._running,
-            prompts=[rendered.token_ids],
+            prompts=[token_ids],
             params=params,
             request_id=request_id,
         )
@@ -115,13 +119,15 @@ class _Routes:
     async def complete(self, http: Request) -> Response:
         """POST /v1/completions."""
         self._client.check_admission()
-        request = parse_completion_request(await _json(http))
-        params = completion_params(request)
+        request = parse_completion_request(await self._json(http))
+        limit, defaults = self._client.model_config.max_model_len, self._client.model_config.sampling_defaults
+        completion_params(request, defaults, room=1)  # refuses before the costly part
         model = self._model_name(request.model)
-        prompts = completion_prompts(request.prompt)
-        if request.add_special_tokens is False:
-            render = self._client.renderer.render_prompt
-            prompts = [await render(prompt, add_special_tokens=False) for prompt in prompts]
+        render = partial(
+            self._client.renderer.render_prompt, add_special_tokens=request.add_special_tokens is not False
+        )
+        prompts = [await render(prompt) for prompt in completion_prompts(request.prompt, max_model_len=limit)]
+        params = completion_params(request, defaults, room=limit - max(map(len, prompts)))
         request_id = _request_id(http, request)
         head = AnswerHead(id=f"cmpl-{request_id}", created=int(time.time()), model=model)
         generation = Generation(
@@ -133,6 +139,16 @@ class _Routes:
             head, with_usage=request.wants_usage, with_continuous_usage=request.wants_continuous_usage
         )
         return self._stream(generation, chunks)
+
+    async def _json(self, http: Request) -> dict[str, Any]:
+        body = await http.body()
+        content_type = http.headers.get("content-type")
+        if len(body) <= BIG_BODY_BYTES:
+            return parse_json_object(body, content_type)
+        # In a thread, streams get a turn at least between the passes over the body.
+        return await trio.to_thread.run_sync(
+            parse_json_object, body, content_type, limiter=self._big_bodies, abandon_on_cancel=True
+        )
 
     def _stream(self, generation: Generation, renderer: EventRenderer) -> Response:
         return EventStreamResponse(
@@ -179,10 +195,6 @@ class _Routes:
             "max_model_len": self._client.model_config.max_model_len,
             "permission": [],
         }
-
-
-async def _json(http: Request) -> dict[str, Any]:
-    return parse_json_object(await http.body(), http.headers.get("content-type"))
 
 
 def _request_id(http: Request, request: CommonFields) -> str:

@@ -20,12 +20,12 @@ import jinja2.parser
 import jinja2.sandbox
 
 from trio_llm.errors import EngineStartupError, InvalidRequestError
+from trio_llm.frontend.rendering.messages import plain_messages
 from trio_llm.sampling import is_valid_text
 
-__all__ = ["MAX_RENDERED_CHARS", "ChatTemplate", "flatten_messages"]
+__all__ = ["MAX_RENDERED_CHARS", "ChatTemplate"]
 
 MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024
-MAX_MESSAGES: Final = 16_384
 
 _RESERVED: Final = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
@@ -82,11 +82,6 @@ class ChatTemplate:
             reason = " ".join(str(error).split())[:300]
             raise EngineStartupError(f"MODEL {str(model_dir)!r}: its chat template is not usable: {reason}") from error
 
-    @property
-    def is_present(self) -> bool:
-        """The model has a template, so that chat is possible."""
-        return self._template is not None
-
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -114,16 +109,16 @@ class ChatTemplate:
             raise InvalidRequestError(
                 "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
             )
-        flat = flatten_messages(messages)
+        plain = plain_messages(messages)
         if continue_final_message:
-            flat[-1] = flat[-1] | {"content": flat[-1]["content"] + _CUT_MARK}
+            plain[-1]["content"] += _CUT_MARK
         variables = {
             # What templates test for even if nobody gave any.
             "tools": None,
             "documents": None,
             **self._tokens,
             **self._allowed(template_kwargs or {}),
-            "messages": flat,
+            "messages": plain,
             "add_generation_prompt": add_generation_prompt,
         }
         text = self._run(self._template, variables)
@@ -136,7 +131,8 @@ class ChatTemplate:
                 )
             text = text[:end]
         if not is_valid_text(text):
-            raise InvalidRequestError("a message contains a lone surrogate, which is not valid text", "messages")
+            # The messages are valid, so it is in an extra variable, or the template has cut a text badly.
+            raise InvalidRequestError("the prompt would contain a lone surrogate, which is not valid text", "messages")
         return text
 
     def _run(self, template: jinja2.Template, variables: dict[str, Any]) -> str:
@@ -166,52 +162,6 @@ class ChatTemplate:
             if name in _RESERVED:
                 raise InvalidRequestError(f"chat_template_kwargs must not set {name}", f"chat_template_kwargs.{name}")
         return {name: value for name, value in template_kwargs.items() if name in self._variables}
-
-
-def flatten_messages(messages: Any) -> list[dict[str, Any]]:
-    """A copy of the messages in which every content is one string.
-
-    A content may be a string or a list of text parts, whose texts are joined as they are, in any role; an assistant
-    that only called tools may have none. Other fields of a message are left to the template.
-
-    Raises:
-        InvalidRequestError: something has another form; `param` names the place, as `messages.2.content`.
-    """
-    if not isinstance(messages, list | tuple) or not messages:
-        raise InvalidRequestError("messages must be a list with at least one message", "messages")
-    if len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(f"there are {len(messages)} messages, the limit is {MAX_MESSAGES}", "messages")
-    flat = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidRequestError("a message must be an object", f"messages.{index}")
-        role = message.get("role")
-        if not isinstance(role, str) or not role:
-            raise InvalidRequestError("a message must have a role", f"messages.{index}.role")
-        content = message.get("content")
-        if content is None and role == "assistant":
-            content = ""
-        flat.append({**message, "content": _flatten_content(content, f"messages.{index}.content")})
-    return flat
-
-
-def _flatten_content(content: Any, where: str) -> str:
-    if isinstance(content, list | tuple):
-        texts = []
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind != "text" or not isinstance(part.get("text"), str):
-                what = f"parts of type {ascii(kind)[:60]}" if kind not in (None, "text") else "parts of that form"
-                raise InvalidRequestError(
-                    f'this server takes text only, no {what}; a part must be {{"type": "text", "text": …}}', where
-                )
-            texts.append(part["text"])
-        content = "".join(texts)
-    if not isinstance(content, str):
-        raise InvalidRequestError("the content of a message must be a string or a list of text parts", where)
-    if not is_valid_text(content):
-        raise InvalidRequestError("the content contains a lone surrogate, which is not valid text", where)
-    return content
 
 
 # ------------------------------------------------------------------------------------ the dialect

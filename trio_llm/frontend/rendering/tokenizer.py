@@ -127,9 +127,7 @@ class Tokenizer:
         if scheme == "byte_fallback":
             return {token_id: _bytes_of_piece(token) for token_id, token in tokens.items()}
         # The first token of a text is often treated in a way of its own, so look at each as the second one.
-        anchor = next(
-            (i for i in sorted(tokens) if i not in special_ids and self._decode([i], False).isalnum()), None
-        )
+        anchor = next((i for i in sorted(tokens) if i not in special_ids and self._decode([i], False).isalnum()), None)
         if anchor is None:
             return {token_id: self._decode([token_id], False).encode() for token_id in tokens}
         before = self._decode([anchor], False)

@@ -147,12 +147,12 @@ class _TableDetokenizer:
         try:
             if len(token_ids) == 1:
                 token_id = token_ids[0]
-                if token_id < 0:
-                    raise IndexError
+                if token_id < 0:  # to Python it counts from the end
+                    self._table.check(token_ids)
                 data = shown_bytes[token_id]
             else:
                 if token_ids and min(token_ids) < 0:
-                    raise IndexError
+                    self._table.check(token_ids)
                 data = b"".join([shown_bytes[token_id] for token_id in token_ids])
         except IndexError:
             self._table.check(token_ids)

@@ -11,7 +11,6 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.errors import quote
 from trio_llm.frontend.http.openai.fields import (
     NOT_SUPPORTED,
     CommonFields,
@@ -20,15 +19,13 @@ from trio_llm.frontend.http.openai.fields import (
     parse_request,
     sampling_params,
 )
+from trio_llm.frontend.rendering.messages import MAX_MESSAGES
+from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["MAX_MESSAGES", "MAX_PARTS", "ChatRequest", "chat_messages", "chat_params", "parse_chat_request"]
+__all__ = ["ChatRequest", "chat_params", "parse_chat_request"]
 
-MAX_MESSAGES = 4096
-MAX_PARTS = 1024
-"""Parts of one message."""
 MAX_TEMPLATE_KWARGS = 64
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
 
 _CHAT_NOT_SUPPORTED: Mapping[str, Neutral] = {
     **NOT_SUPPORTED,
@@ -46,10 +43,9 @@ _CHAT_NOT_SUPPORTED: Mapping[str, Neutral] = {
 class ChatRequest(CommonFields):
     """A conversation to continue."""
 
+    # Judged by the renderer, as those of any other caller.
     messages: Annotated[
-        list[Any],
-        Field(min_length=1, max_length=MAX_MESSAGES),
-        WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"type": "object"}}),
+        Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"type": "object"}})
     ]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -72,19 +68,10 @@ def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
     Raises:
         InvalidRequestError: `param` names the field at fault.
     """
-    # The number of messages is judged before any is looked at.
-    messages = body.get("messages")
-    if isinstance(messages, list) and len(messages) > MAX_MESSAGES:
-        raise InvalidRequestError(f"{len(messages)} messages are over the limit of {MAX_MESSAGES}", "messages")
-    request = parse_request(ChatRequest, body, _CHAT_NOT_SUPPORTED)
-    if request.continue_final_message and request.add_generation_prompt:
-        raise InvalidRequestError(
-            "continue_final_message and add_generation_prompt exclude each other", "continue_final_message"
-        )
-    return request
+    return parse_request(ChatRequest, body, _CHAT_NOT_SUPPORTED)
 
 
-def chat_params(request: ChatRequest) -> SamplingParams:
+def chat_params(request: ChatRequest, defaults: Mapping[str, float]) -> SamplingParams:
     """
     Raises:
         InvalidRequestError: a value is out of range.
@@ -99,67 +86,12 @@ def chat_params(request: ChatRequest) -> SamplingParams:
     has_new_name = request.max_completion_tokens is not None
     max_tokens = request.max_completion_tokens if has_new_name else request.max_tokens
     try:
-        return sampling_params(request, max_tokens=max_tokens, logprobs=top if request.logprobs else None)
+        return sampling_params(
+            request, max_tokens=max_tokens, logprobs=top if request.logprobs else None, defaults=defaults
+        )
     except InvalidRequestError as error:
         if has_new_name and error.param == "max_tokens":
             raise InvalidRequestError(
                 str(error).replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens"
             ) from None
         raise
-
-
-def chat_messages(request: ChatRequest) -> list[dict[str, Any]]:
-    """The messages as templates want them: a role, and text in one string.
-
-    Raises:
-        InvalidRequestError: a message is malformed or holds more than text; `param` is its dotted path.
-    """
-    return [_message(message, f"messages.{index}") for index, message in enumerate(request.messages)]
-
-
-def _message(message: Any, path: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise InvalidRequestError(f"{path} must be an object, not {quote(message)}", path)
-    role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
-        raise InvalidRequestError(
-            f"{path}.role must be one of {', '.join(sorted(_ROLES))}, not {quote(role)}", f"{path}.role"
-        )
-    for name in ("tool_calls", "function_call", "audio"):
-        if message.get(name):
-            raise InvalidRequestError(f"{path}.{name} is not supported by this server", f"{path}.{name}")
-    plain: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, f"{path}.content")}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        value = message.get(name)
-        if value is None:
-            continue
-        if not isinstance(value, str):
-            raise InvalidRequestError(f"{path}.{name} must be a string, not {quote(value)}", f"{path}.{name}")
-        plain[name] = value
-    return plain
-
-
-def _content(content: Any, role: str, path: str) -> str:
-    if isinstance(content, str):
-        return content
-    if content is None and role == "assistant":
-        return ""
-    if not isinstance(content, list):
-        raise InvalidRequestError(f"{path} must be a string or a list of text parts, not {quote(content)}", path)
-    if len(content) > MAX_PARTS:
-        raise InvalidRequestError(f"{path} has {len(content)} parts and the limit is {MAX_PARTS}", path)
-    return "\n".join(_part(part, f"{path}.{index}") for index, part in enumerate(content))
-
-
-def _part(part: Any, path: str) -> str:
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise InvalidRequestError(f"{path} must be an object, not {quote(part)}", path)
-    if part.get("type") != "text":
-        raise InvalidRequestError(
-            f"{path}.type must be 'text', not {quote(part.get('type'))}: this server reads text only", f"{path}.type"
-        )
-    if not isinstance(part.get("text"), str):
-        raise InvalidRequestError(f"{path}.text must be a string, not {quote(part.get('text'))}", f"{path}.text")
-    return str(part["text"])

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 
 from pydantic import WithJsonSchema
 
-from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.errors import quote
+from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.http.openai.fields import (
     NOT_SUPPORTED,
     CommonFields,
@@ -20,6 +19,7 @@ from trio_llm.frontend.http.openai.fields import (
     parse_request,
     sampling_params,
 )
+from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import SamplingParams
 
 __all__ = [
@@ -69,19 +69,25 @@ def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
     return parse_request(CompletionRequest, body, _COMPLETION_NOT_SUPPORTED)
 
 
-def completion_params(request: CompletionRequest) -> SamplingParams:
+def completion_params(request: CompletionRequest, defaults: Mapping[str, float], *, room: int) -> SamplingParams:
     """
+    Args:
+        room: tokens that the context has left for the answer. A request that names no limit gets what is there; one
+            that wants more than that is refused where it is admitted.
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    max_tokens = DEFAULT_MAX_TOKENS if request.max_tokens is None else request.max_tokens
-    return sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs)
+    max_tokens = request.max_tokens
+    if max_tokens is None:
+        max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
+    return sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs, defaults=defaults)
 
 
-def completion_prompts(prompt: Any) -> list[str | list[int]]:
+def completion_prompts(prompt: Any, *, max_model_len: int) -> list[str | list[int]]:
     """The prompts of a request: from a string, token ids, a list of strings, or a list of lists of token ids.
 
     Raises:
+        PromptTooLongError: a list has so many ids that the model cannot take them, whatever they are.
         InvalidRequestError: something else, or an empty prompt.
     """
     if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
@@ -90,11 +96,11 @@ def completion_prompts(prompt: Any) -> list[str | list[int]]:
         kind = type(prompt[0])
         if any(type(one) is not kind for one in prompt):
             raise InvalidRequestError("prompt must not mix strings and lists of token ids", "prompt")
-        return [_one_prompt(one) for one in prompt]
-    return [_one_prompt(prompt)]
+        return [_one_prompt(one, max_model_len) for one in prompt]
+    return [_one_prompt(prompt, max_model_len)]
 
 
-def _one_prompt(prompt: Any) -> str | list[int]:
+def _one_prompt(prompt: Any, max_model_len: int) -> str | list[int]:
     if not isinstance(prompt, str | list):
         raise InvalidRequestError(
             f"prompt must be a string, a list of token ids, or a list of such, not {quote(prompt)}", "prompt"
@@ -102,7 +108,10 @@ def _one_prompt(prompt: Any) -> str | list[int]:
     if not prompt:
         raise InvalidRequestError("prompt must not be empty", "prompt")
     if isinstance(prompt, list):
-        for token_id in prompt:
-            if type(token_id) is not int or not 0 <= token_id < _INT32:
-                raise InvalidRequestError(f"prompt: {quote(token_id)} is not a token id", "prompt")
+        if len(prompt) >= max_model_len:
+            raise PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
+        # In C, since there may be very many; the one at fault is looked for only if there is one.
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= _INT32:
+            wrong = next(one for one in prompt if type(one) is not int or not 0 <= one < _INT32)
+            raise InvalidRequestError(f"prompt: {quote(wrong)} is not a token id", "prompt")
     return prompt

@@ -12,7 +12,8 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.errors import invalid_fields_error, quote
+from trio_llm.frontend.http.errors import invalid_fields_error
+from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
 
 __all__ = ["NOT_SUPPORTED", "CommonFields", "Neutral", "StreamOptions", "only", "parse_request", "sampling_params"]
@@ -162,8 +163,13 @@ def _check_supported(body: Mapping[str, Any], not_supported: Mapping[str, Neutra
 # --------------------------------------------------------------------------------------- conversion
 
 
-def sampling_params(fields: CommonFields, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+def sampling_params(
+    fields: CommonFields, *, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, float]
+) -> SamplingParams:
     """The parameters that a request asks for. Fields that are missing or null take their default.
+
+    Args:
+        defaults: of the served model; they go before those of `SamplingParams`.
 
     Raises:
         InvalidRequestError: a value is out of range; `param` names the field.
@@ -186,5 +192,5 @@ def sampling_params(fields: CommonFields, *, max_tokens: int | None, logprobs: i
     }
     return SamplingParams(
         output_kind=RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
-        **{name: value for name, value in given.items() if value is not None},
+        **{**defaults, **{name: value for name, value in given.items() if value is not None}},
     )

@@ -1,0 +1,189 @@
+"""OutputHandler over a scripted engine: what it tells the engine, its owner and each reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from tests.frontend.fake_llm import LOGITS_WIDTH, fake_model_dir
+from tests.frontend.scripted_core import ScriptedCore
+from trio_llm.errors import EngineDeadError, EngineGenerateError
+from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
+from trio_llm.frontend.output_processor import OutputProcessor
+from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.outputs import FinishReason
+from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import (
+    Abort,
+    Ack,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Heartbeat,
+    Progress,
+    UtilityResult,
+)
+
+ACK_STEPS = 4
+
+
+class HandlerSetUp:
+    """A handler that runs, with notes of what its owner was told."""
+
+    def __init__(self) -> None:
+        self.core = ScriptedCore()
+        self.told: list[object] = []
+        self.handler = OutputHandler(
+            self.core,
+            StatisticsRecorder([]),
+            OutputHandlerHooks(
+                on_sign_of_life=lambda: self.told.append("life"),
+                on_progress=self.told.append,
+                on_ready=self.told.append,
+                on_utility_result=self.told.append,
+                on_dead=self.told.append,
+                on_request_gone=lambda: self.told.append("gone"),
+            ),
+            ack_steps=ACK_STEPS,
+        )
+        table = Renderer.load(Path(fake_model_dir()), 4096, logits_width=LOGITS_WIDTH).token_table
+        self.handler.processor = OutputProcessor(table)
+        self._step = 0
+
+    def add(self, request_id: str, external_id: str | None = None) -> LiveRequest:
+        assert self.handler.processor is not None
+        params = SamplingParams(max_tokens=9, seed=1)
+        live = LiveRequest(
+            self.handler.processor.add(EngineCoreRequest(request_id, [1], params), external_id or request_id),
+            RequestOutputCollector(params.output_kind),
+            RequestClock(0.0),
+        )
+        self.handler.register(live)
+        return live
+
+    def step(self, *rows: EngineCoreOutput) -> EngineCoreOutputs:
+        self._step += 1
+        return EngineCoreOutputs(1, self._step, 0.0, list(rows))
+
+    async def say(self, *rows: EngineCoreOutput) -> None:
+        """One step's rows, taken before this returns."""
+        self.core.say(self.step(*rows))
+        await wait_all_tasks_blocked()
+
+
+@pytest.fixture
+async def up(nursery: trio.Nursery) -> HandlerSetUp:
+    up = HandlerSetUp()
+    nursery.start_soon(up.handler.run)
+    return up
+
+
+def a_row(request_id: str, start: int, *token_ids: int, end: FinishReason | None = None) -> EngineCoreOutput:
+    return EngineCoreOutput(request_id, start, list(token_ids), finish_reason=end)
+
+
+async def test_every_kind_of_message_is_a_sign_of_life_and_reaches_its_hook(up: HandlerSetUp) -> None:
+    result, progress = UtilityResult(1, "pong"), Progress(1, "load", 1, 2)
+    up.core.say(progress)
+    up.core.say(Heartbeat(1))
+    up.core.say(EngineCoreOutputs(1, 1, 0.0, utility_results=[result]))
+    await wait_all_tasks_blocked()
+
+    assert up.told == ["life", progress, "life", "life", result]
+
+
+async def test_steps_are_acknowledged_each_so_many_and_once_a_batch(up: HandlerSetUp) -> None:
+    for _ in range(2 * ACK_STEPS + 1):
+        await up.say()
+    assert up.core.sent == [Ack(ACK_STEPS), Ack(2 * ACK_STEPS)]
+
+    up.core.say(*[up.step() for _ in range(5 * ACK_STEPS)])
+    await wait_all_tasks_blocked()
+
+    assert up.core.sent[2:] == [Ack(7 * ACK_STEPS + 1)]
+
+
+async def test_a_reader_that_leaves_is_one_abort_and_the_request_counts_until_the_engine_confirms(
+    up: HandlerSetUp,
+) -> None:
+    live = up.add("a")
+    up.handler.leave(live)
+    up.handler.leave(live)
+    await up.say(a_row("a", 0, 1))
+
+    assert up.core.sent == [Abort(["a"])]
+    assert up.handler.num_unfinished == 1
+
+    await up.say(a_row("a", 1, end="abort"))
+
+    assert up.handler.num_unfinished == 0
+    assert up.told[-1] == "gone"
+    assert up.core.sent == [Abort(["a"])]
+
+
+async def test_leaving_a_request_that_is_over_tells_the_engine_nothing(up: HandlerSetUp) -> None:
+    live = up.add("a")
+    await up.say(a_row("a", 0, 1, end="length"))
+
+    up.handler.leave(live)
+
+    assert up.core.sent == []
+    assert up.handler.abort("a") == 0
+
+
+async def test_aborting_on_demand_ends_each_reader_of_that_id_once(up: HandlerSetUp) -> None:
+    lives = [up.add("1", "x"), up.add("2", "x"), up.add("3", "y")]
+
+    assert (up.handler.abort("x"), up.handler.abort("x")) == (2, 0)
+
+    ends = [(await live.collector.receive()).outputs[0].finish_reason for live in lives[:2]]
+    assert ends == ["abort", "abort"]
+    assert up.core.sent == [Abort(["1"]), Abort(["2"])]
+    for live in lives[:2]:
+        up.handler.leave(live)
+    assert up.core.sent == [Abort(["1"]), Abort(["2"])]
+
+
+async def test_a_row_that_cannot_be_read_fails_its_request_alone_and_aborts_it(up: HandlerSetUp) -> None:
+    broken, healthy = up.add("a"), up.add("b")
+    await up.say(a_row("a", 0, -1), a_row("b", 0, 1, end="length"))
+
+    with pytest.raises(EngineGenerateError):
+        await broken.collector.receive()
+    assert (await healthy.collector.receive()).finished
+    assert up.core.sent == [Abort(["a"])]
+    await up.say(a_row("a", 1, end="abort"))
+    assert up.handler.num_unfinished == 0
+
+
+async def test_the_engines_end_gives_each_reader_what_it_is_owed_and_an_error_of_its_own(up: HandlerSetUp) -> None:
+    lives = [up.add("a"), up.add("b")]
+    await up.say(a_row("a", 0, 1), a_row("b", 0, 2, 3))
+    up.core.kill("out of memory")
+    await wait_all_tasks_blocked()
+
+    assert [(await live.collector.receive()).outputs[0].token_ids for live in lives] == [[1], [2, 3]]
+    errors = []
+    for live in lives:
+        with pytest.raises(EngineDeadError, match="out of memory") as raised:
+            await live.collector.receive()
+        errors.append(raised.value)
+    assert errors[0] is not errors[1]
+    assert [type(told) for told in up.told[-2:]] == [EngineDeadError, str]
+    assert up.handler.num_unfinished == 0
+    up.handler.leave(lives[0])
+    assert up.core.sent == []
+
+
+async def test_a_gap_in_one_request_kills_the_engine(up: HandlerSetUp) -> None:
+    live = up.add("a")
+    await up.say(a_row("a", 0, 1), a_row("unknown", 7, 1), a_row("a", 3, 1))
+
+    assert (await live.collector.receive()).outputs[0].token_ids == [1]
+    with pytest.raises(EngineDeadError, match="has 1 tokens and got a row that starts at 3"):
+        await live.collector.receive()

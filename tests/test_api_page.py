@@ -1,0 +1,147 @@
+"""docs/api.md and the code say the same about fields, limits and series."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.http.openai.chat import _CHAT_NOT_SUPPORTED, MAX_TEMPLATE_KWARGS, ChatRequest, parse_chat_request
+from trio_llm.frontend.http.openai.completions import (
+    _COMPLETION_NOT_SUPPORTED,
+    DEFAULT_MAX_TOKENS,
+    MAX_PROMPTS,
+    CompletionRequest,
+    parse_completion_request,
+)
+from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, Neutral
+from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.sampling import MAX_LOGPROBS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE
+
+PAGE: Final = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+
+CHAT: Final[dict[str, Any]] = {"messages": [{"role": "user", "content": "Hi?"}]}
+COMPLETION: Final[dict[str, Any]] = {"prompt": "Hi?"}
+
+
+def section(title: str) -> str:
+    return PAGE.split(f"\n## {title}\n")[1].split("\n## ")[0]
+
+
+def rows(title: str) -> list[list[str]]:
+    """The cells of a section's table, without its head."""
+    lines = [line for line in section(title).splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split(" |")] for line in lines]
+
+
+def fields(title: str) -> dict[str, str]:
+    """Each field of a table, and what is said of it."""
+    return {row[0].strip("` "): " ".join(row[1:]) for row in rows(title)}
+
+
+REFUSED: Final = [
+    (row[0].strip("` "), row[1], [json.loads(text) for text in re.findall("`(.*?)`", row[2])])
+    for row in rows("Fields that are refused")
+]
+
+
+@pytest.mark.parametrize(
+    ("title", "expected"),
+    [
+        ("Fields of both generating paths", set(CommonFields.model_fields)),
+        ("Fields of chat completions", set(ChatRequest.model_fields) - set(CommonFields.model_fields)),
+        ("Fields of completions", set(CompletionRequest.model_fields) - set(CommonFields.model_fields)),
+    ],
+)
+def test_the_tables_of_supported_fields_are_the_request_models(title: str, expected: set[str]) -> None:
+    assert set(fields(title)) == expected
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        ("both", set(NOT_SUPPORTED)),
+        ("chat", set(_CHAT_NOT_SUPPORTED) - set(NOT_SUPPORTED)),
+        ("completions", set(_COMPLETION_NOT_SUPPORTED) - set(NOT_SUPPORTED)),
+    ],
+)
+def test_the_table_of_refused_fields_is_the_code_s(path: str, expected: set[str]) -> None:
+    assert {name for name, where, _ in REFUSED if where == path} == expected
+
+
+@pytest.mark.parametrize(("name", "where", "accepted"), REFUSED)
+def test_a_refused_field_is_accepted_with_the_values_of_the_page_alone(
+    name: str, where: str, accepted: list[Any]
+) -> None:
+    tables: list[Mapping[str, Neutral]] = []
+    if where in ("both", "chat"):
+        tables.append(_CHAT_NOT_SUPPORTED)
+    if where in ("both", "completions"):
+        tables.append(_COMPLETION_NOT_SUPPORTED)
+
+    for table in tables:
+        assert table[name](None)
+        assert all(table[name](value) for value in accepted)
+        others = [True, False, -1, 0, 1, 2, "", "none", "auto", "required", [], ["a"], {}, {"a": 1}, {"type": "text"}]
+        for value in others:
+            is_listed = any(type(one) is type(value) and one == value for one in accepted)
+            assert table[name](value) == is_listed, value
+
+
+def test_the_limits_of_the_page_are_the_code_s() -> None:
+    both, chat = fields("Fields of both generating paths"), fields("Fields of chat completions")
+    completions = fields("Fields of completions")
+
+    assert f"up to {MAX_STOP_STRINGS}, of up to {MAX_STOP_STRING_CHARS} characters" in both["stop"]
+    assert f"up to {MAX_STOP_TOKEN_IDS} token ids" in both["stop_token_ids"]
+    assert f"below {MIN_TEMPERATURE} counts as {MIN_TEMPERATURE}" in both["temperature"]
+    assert f"1 to {MAX_MESSAGES} objects" in chat["messages"]
+    assert f"up to {MAX_PARTS} parts" in chat["messages"]
+    assert f"0 to {MAX_LOGPROBS} alternatives" in chat["top_logprobs"]
+    assert f"0 to {MAX_LOGPROBS} alternatives" in completions["logprobs"]
+    assert f"up to {MAX_TEMPLATE_KWARGS} values" in chat["chat_template_kwargs"]
+    assert f"up to {MAX_PROMPTS} of such" in completions["prompt"]
+    assert f"`max_tokens` is {DEFAULT_MAX_TOKENS} here" in section("Fields of completions")
+
+
+def test_the_ignored_fields_of_the_page_are_ignored() -> None:
+    names = re.findall("`([a-z_]+)`", section("Fields that are ignored"))
+    assert len(names) > 5
+    extra = {name: ["any", "thing"] for name in names}
+
+    assert parse_chat_request({**CHAT, **extra}) == parse_chat_request(CHAT)
+    assert parse_completion_request({**COMPLETION, **extra}) == parse_completion_request(COMPLETION)
+
+
+def test_a_field_that_is_refused_names_itself() -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        parse_chat_request({**CHAT, "n": 2})
+
+    assert caught.value.param == "n"
+
+
+def test_the_paths_of_the_page_are_those_of_the_openapi_document() -> None:
+    table = PAGE.split("\n## ")[0]
+    listed = {path for _, path in re.findall(r"`(GET|POST) (/[^`]*)`", table)}
+
+    assert listed == {*openapi_document("1")["paths"], "/openapi.json"}
+
+
+def test_the_series_of_the_page_are_those_of_the_metrics() -> None:
+    body, _ = PrometheusStatLogger("m").render("text/plain")
+    families = list(text_string_to_metric_families(body.decode()))
+    served = {
+        family.name + ("_total" if family.type == "counter" else "")
+        for family in families
+        if family.name.startswith(("vllm:", "trio_llm"))
+    }
+
+    assert set(re.findall(r"`((?:vllm:|trio_llm_)\w+)`", section("Probes and metrics"))) == served
