@@ -21,6 +21,7 @@ __all__ = ["DType", "Device", "EngineConfig", "FakeEngineConfig", "ServerConfig"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
 
+_INT64 = 2**63
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
@@ -159,9 +160,10 @@ def _is_loopback(host: str) -> bool:
 
 
 def _check_positive(flag: str, value: float | None, *, zero: bool = False) -> None:
-    # Written so that NaN is refused; infinity cannot be waited for.
-    if value is not None and not (math.isfinite(value) and (value > 0 or (zero and value == 0))):
-        raise ConfigError(f"{flag} must be {'0 or more' if zero else 'more than 0'}, not {value}")
+    # Written so that NaN is refused; larger numbers have no form on the wire.
+    if value is not None and not (0 <= value < _INT64 and (zero or value > 0)):
+        shown = value if abs(value) < _INT64 or math.isinf(value) else "that much"
+        raise ConfigError(f"{flag} must be {'0 or more' if zero else 'more than 0'} and below 2**63, not {shown}")
 
 
 def _check_seconds(flag: str, value: float, *, zero: bool = False) -> None:

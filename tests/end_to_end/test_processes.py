@@ -141,10 +141,9 @@ async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind
             pid = llm._core.pid  # type: ignore[attr-defined]
             folder = trio.Path(llm._core._folder)  # type: ignore[attr-defined]
             assert is_alive(pid)
-            assert await folder.exists()
+            assert not await folder.exists(), "a front end that is killed must not leave it behind"
 
     assert not is_alive(pid)
-    assert not await folder.exists()
 
 
 async def send_junk(llm: AsyncLLM) -> None:

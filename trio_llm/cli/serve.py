@@ -14,6 +14,7 @@ from typing import Final, TextIO
 import trio
 
 from trio_llm.cli.banner import banner
+from trio_llm.cli.lenient_stream import make_output_lenient
 from trio_llm.cli.progress import open_progress
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.frontend.async_llm import AsyncLLM, open_llm
@@ -40,6 +41,7 @@ def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str, lo
         EngineStartupError: the engine ended before it was ready.
         EngineDeadError: the engine died later, and the server is not to outlive it.
     """
+    make_output_lenient()
     logging.basicConfig(
         level=log_level.upper(), handlers=[_StderrHandler()], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

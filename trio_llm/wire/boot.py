@@ -37,8 +37,15 @@ def engine_identity(engine_index: int) -> bytes:
 
 
 def encode_boot(boot: EngineBoot) -> bytes:
-    """The bytes for the pipe, length prefix included."""
-    document = msgspec.msgpack.encode(boot)
+    """The bytes for the pipe, length prefix included.
+
+    Raises:
+        CodecError: a value has no form on the wire.
+    """
+    try:
+        document = msgspec.msgpack.encode(boot)
+    except (msgspec.MsgspecError, OverflowError, ValueError, TypeError) as error:
+        raise CodecError(f"the configuration cannot be sent to an engine: {error}") from error
     return len(document).to_bytes(LENGTH_BYTES, "big") + document
 
 

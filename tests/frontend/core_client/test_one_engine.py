@@ -14,7 +14,7 @@ import trio
 import trio.testing
 
 from tests.frontend.core_client.stand_ins import program, talker
-from trio_llm.config import EngineConfig
+from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.errors import EngineDeadError, EngineStartupError
 from trio_llm.frontend.async_llm import AsyncLLM, open_llm_over
 from trio_llm.frontend.core_client.one_engine import OneEngineClient
@@ -244,14 +244,39 @@ async def test_its_sockets_are_local_and_in_a_folder_of_its_users_own(temporary_
     addresses = "boot['input_address'] + ' ' + boot['output_address']"
     code = f"hello(); send('progress', epoch, {addresses}, 0, 0); wait_for_end()"
     async with running(talker(code)) as client:
-        (message,) = await client.receive()
-
+        # Made by now, and there until the engine has connected.
         (name,) = os.listdir(temporary_folder)
         folder = temporary_folder / name
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
         assert sorted(os.listdir(folder)) == ["in", "out"]
+
+        (message,) = await client.receive()
+
         assert isinstance(message, Progress)
         assert message.phase.split() == [f"ipc://{folder}/in", f"ipc://{folder}/out"]
+
+
+async def test_its_folder_goes_when_the_engine_has_connected_and_messages_still_pass(temporary_folder: Path) -> None:
+    async with running(talker(ECHO)) as client:
+        client.send_nowait(Ack(1))
+        await client.receive()
+        while os.listdir(temporary_folder):
+            await trio.lowlevel.checkpoint()
+
+        client.send_nowait(Ack(2))
+        (echo,) = await client.receive()
+
+        assert isinstance(echo, Progress)
+        assert echo.phase == "['ack', 2]"
+
+
+async def test_a_configuration_that_cannot_be_sent_is_told_and_leaves_nothing() -> None:
+    client = OneEngineClient(EngineConfig(fake=FakeEngineConfig(script=(2**64,))))
+
+    with trio.fail_after(LIMIT_S), pytest.raises(EngineStartupError, match="configuration"):
+        await client.run()
+
+    assert client.pid is None
 
 
 def test_a_temporary_folder_with_too_long_a_path_is_told_and_leaves_nothing(

@@ -39,8 +39,10 @@ class EngineProcess:
         """Start it. Takes a few milliseconds, synchronously.
 
         Raises:
+            CodecError: the configuration has no form on the wire. Nothing was started.
             OSError: it cannot be started. Nothing is left running.
         """
+        document = encode_boot(boot)  # before anything runs that an error would leave behind
         self._index = boot.engine_index
         self._last_lines: deque[str] = deque(maxlen=_STDERR_LINES)
         self._popen = subprocess.Popen(  # noqa: S603 - the command comes from our own code, not from a request
@@ -63,7 +65,7 @@ class EngineProcess:
             raise
         assert self._popen.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` tells
-            self._popen.stdin.write(encode_boot(boot))
+            self._popen.stdin.write(document)
 
     @property
     def pid(self) -> int:

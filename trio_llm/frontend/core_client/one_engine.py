@@ -72,6 +72,8 @@ class OneEngineClient:
                 f"cannot make sockets in {self._folder}: {error}; set TMPDIR to a folder with a short path that can "
                 "be written (an ipc address has about 100 bytes)"
             ) from error
+        self._has_input_peer = trio.Event()
+        self._has_output_peer = trio.Event()
         self._is_exited = False
         self._is_garbled = False
         """A frame was malformed: what comes after it is dropped."""
@@ -102,13 +104,14 @@ class OneEngineClient:
         try:
             try:
                 process = self._process = EngineProcess(boot, command=self._command)
-            except OSError as error:
+            except (OSError, CodecError) as error:
                 self._kill_reason = f"cannot start the engine process: {error}"
                 raise EngineStartupError(self._kill_reason) from error
             try:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(process.relay_stderr)
                     nursery.start_soon(self._send_outbox)
+                    nursery.start_soon(self._remove_folder_when_connected)
                     nursery.start_soon(self._kill_after_last_words)
                     await process.wait_exit()
                     self._is_exited = True
@@ -156,7 +159,9 @@ class OneEngineClient:
         try:
             if not self._is_exited:
                 with trio.CancelScope() as self._receive_scope:
-                    return await self._from_engine.recv_many()
+                    frames = await self._from_engine.recv_many()
+                    self._has_output_peer.set()
+                    return frames
             # It may have sent more before it ended than has been read: take it, until nothing comes.
             with trio.move_on_after(_TAIL_S):
                 return await self._from_engine.recv_many()
@@ -171,9 +176,16 @@ class OneEngineClient:
         assert self._process is not None
         self._process.kill()
 
+    async def _remove_folder_when_connected(self) -> None:
+        """Connections outlive the files that led to them; without files nothing can stay behind, however we end."""
+        await self._has_input_peer.wait()
+        await self._has_output_peer.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
     async def _send_outbox(self) -> None:
         # The engine's first frame: from now on the ROUTER knows its identity.
         await self._to_engine.recv_multipart()
+        self._has_input_peer.set()
         identity = engine_identity(_INDEX)
         while True:
             for frame in await self._outbox.take():
