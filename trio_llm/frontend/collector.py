@@ -24,7 +24,7 @@ _LOGPROBS_BYTES: Final = 200
 
 @dataclass(slots=True)
 class _Unread:
-    """What the one slot holds: pieces that are joined when taken, so that merging costs the same each time."""
+    """Several pieces in the one slot. They are joined when taken, so that merging costs the same each time."""
 
     pieces: list[RequestOutput]
     size_bytes: int
@@ -37,32 +37,44 @@ class RequestOutputCollector:
         kind: how an unread output and a newer one become one: DELTA joins them, else the newer one replaces.
     """
 
+    __slots__ = ("_error", "_is_unread", "_merge_by_joining", "_receive", "_send")
+
     def __init__(self, kind: RequestOutputKind) -> None:
         self._merge_by_joining = kind is RequestOutputKind.DELTA
-        self._send: trio.MemorySendChannel[_Unread]
-        self._receive: trio.MemoryReceiveChannel[_Unread]
-        self._send, self._receive = trio.open_memory_channel[_Unread](1)
+        self._send: trio.MemorySendChannel[RequestOutput | _Unread]
+        self._receive: trio.MemoryReceiveChannel[RequestOutput | _Unread]
+        self._send, self._receive = trio.open_memory_channel[RequestOutput | _Unread](1)
         self._error: BaseException | None = None
+        self._is_unread = False
+        """Something was put since the reader took last: a look at the slot will do. Saves an exception each token."""
 
     def put(self, output: RequestOutput) -> int:
         """Add an output. Never blocks; does nothing if the reader has left or an error was put.
 
         Returns:
-            About how many bytes of memory the unread pieces take now; 0 if the reader waits for them already.
+            About how many bytes of memory the pieces that were merged take; 0 if nothing was unread.
         """
-        new = _Unread([output], 0)
         try:
-            self._send.send_nowait(new)
+            self._send.send_nowait(output)
+            self._is_unread = True
         except trio.WouldBlock:
-            unread = self._receive.receive_nowait()
-            if self._merge_by_joining:
-                unread.pieces.append(output)
-                unread.size_bytes += _size_bytes(output)
-                new = unread
-            self._send.send_nowait(new)
+            return self._merge(output)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        return 0
+
+    def _merge(self, output: RequestOutput) -> int:
+        """Take the unread output back and put both as one."""
+        unread = self._receive.receive_nowait()
+        if not self._merge_by_joining:
+            self._send.send_nowait(output)
             return 0
-        return new.size_bytes
+        if not isinstance(unread, _Unread):
+            unread = _Unread([unread], _size_bytes(unread))
+        unread.pieces.append(output)
+        unread.size_bytes += _size_bytes(output)
+        self._send.send_nowait(unread)
+        return unread.size_bytes
 
     def put_error(self, error: BaseException) -> None:
         """End the mailbox: the reader gets what is unread, then this error. The first error counts. Never blocks."""
@@ -81,17 +93,18 @@ class RequestOutputCollector:
             Exception: what was put by `put_error`, after all that was put before it was taken.
             trio.EndOfChannel: `close` was called.
         """
-        await trio.lowlevel.checkpoint_if_cancelled()
         try:
-            try:
+            if self._is_unread:
+                await trio.lowlevel.checkpoint_if_cancelled()
                 unread = self._receive.receive_nowait()
-            except trio.WouldBlock:
+            else:
                 unread = await self._receive.receive()
+            self._is_unread = False
         except trio.EndOfChannel:
             if self._error is None:
                 raise
             raise self._error from self._error.__cause__
-        return unread.pieces[0] if len(unread.pieces) == 1 else _join(unread.pieces)
+        return _join(unread.pieces) if isinstance(unread, _Unread) else unread
 
     def close(self) -> None:
         """The reader leaves: from now on `put` does nothing. Idempotent."""

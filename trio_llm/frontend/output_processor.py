@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
+
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from trio_llm.frontend.text.logprobs import make_token_logprobs
@@ -32,6 +34,9 @@ class RequestState:
     detokenizer: Detokenizer
     scanner: StopScanner | None
     """None: no stop strings."""
+    kind: RequestOutputKind
+    wants_logprobs: bool
+    num_prompt_tokens: int
     num_tokens: int = 0
     """Generated tokens taken from the engine so far; what the next row's `start` must be."""
     num_cached_tokens: int = 0
@@ -42,13 +47,8 @@ class RequestState:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """All so far; not for DELTA, which keeps nothing it has given away."""
 
-    @property
-    def kind(self) -> RequestOutputKind:
-        return self.request.params.output_kind
 
-
-@dataclass(frozen=True, slots=True)
-class ProcessedRow:
+class ProcessedRow(msgspec.Struct, frozen=True):
     """What one row means. At most one of `output` and `error` is set."""
 
     state: RequestState
@@ -62,17 +62,6 @@ class ProcessedRow:
     """It is over for its reader, but the engine does not know yet."""
     is_gone: bool = False
     """The engine's last row: the request is forgotten now."""
-
-
-@dataclass(slots=True)
-class _News:
-    """What one row adds to a request."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: str | int | None = None
 
 
 class OutputProcessor:
@@ -97,6 +86,9 @@ class OutputProcessor:
             external_id,
             make_detokenizer(self._table, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens),
             StopScanner(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None,
+            params.output_kind,
+            params.logprobs is not None,
+            len(request.prompt_token_ids),
         )
         self._states[request.request_id] = state
         return state
@@ -117,10 +109,8 @@ class OutputProcessor:
         text = state.detokenizer.finish()
         if state.scanner is not None:
             text = state.scanner.feed(text) + state.scanner.finish()
-        news = _News(text=text, finish_reason="abort")
-        if state.request.params.logprobs is not None:
-            news.logprobs = []
-        output = self._make_output(state, news)
+        news = CompletionOutput(0, text, [], [] if state.wants_logprobs else None, "abort")
+        output = _make_output(state, news)
         assert output is not None
         return output
 
@@ -165,7 +155,7 @@ class OutputProcessor:
         return ProcessedRow(
             state,
             num_new_tokens=len(news.token_ids),
-            output=self._make_output(state, news),
+            output=_make_output(state, news),
             finish_reason=news.finish_reason,
             must_abort=must_abort,
             is_gone=is_gone,
@@ -179,73 +169,73 @@ class OutputProcessor:
         state.is_tombstone = not is_gone
         return ProcessedRow(state, error=error, finish_reason="error", must_abort=not is_gone, is_gone=is_gone)
 
-    def _read(self, state: RequestState, row: EngineCoreOutput) -> _News:
+    def _read(self, state: RequestState, row: EngineCoreOutput) -> CompletionOutput:
         """What the row adds. Its tokens that the request has already are left out."""
         num_known = state.num_tokens - row.start
         token_ids = row.new_token_ids[num_known:] if num_known else row.new_token_ids
-        logprob_rows = row.logprobs[num_known:] if row.logprobs is not None else None
-        news = _News(finish_reason=row.finish_reason, stop_reason=row.stop_reason)
-        if state.scanner is None:
-            news.token_ids = token_ids
-            news.text = state.detokenizer.feed(_visible(state, token_ids, row))
-            if row.finish_reason is not None:
-                news.text += state.detokenizer.finish()
+        if state.scanner is not None:
+            news = self._scan(state, state.scanner, token_ids, row)
         else:
-            self._scan(state, state.scanner, token_ids, row, news)
+            text = state.detokenizer.feed(_visible(state, token_ids, row) if row.finish_reason else token_ids)
+            if row.finish_reason is not None:
+                text += state.detokenizer.finish()
+            news = CompletionOutput(0, text, token_ids, None, row.finish_reason, row.stop_reason)
         state.num_tokens += len(news.token_ids)
-        if state.request.params.logprobs is not None:
-            news.logprobs = self._name_logprobs(logprob_rows or [], len(news.token_ids))
+        if state.wants_logprobs:
+            rows = row.logprobs[num_known:] if row.logprobs is not None else []
+            news.logprobs = self._name_logprobs(rows, len(news.token_ids))
         return news
 
     def _scan(
-        self, state: RequestState, scanner: StopScanner, token_ids: list[int], row: EngineCoreOutput, news: _News
-    ) -> None:
+        self, state: RequestState, scanner: StopScanner, token_ids: list[int], row: EngineCoreOutput
+    ) -> CompletionOutput:
         """Token by token, so that several in one row end where they would have ended one at a time."""
         visible = _visible(state, token_ids, row)
+        text = ""
         for count, token_id in enumerate(token_ids, start=1):
-            text = state.detokenizer.feed([token_id]) if count <= len(visible) else ""
+            new = state.detokenizer.feed([token_id]) if count <= len(visible) else ""
             if state.num_tokens + count < state.request.params.min_tokens:
-                news.text += scanner.pass_through(text)  # too early to end, by contract
+                text += scanner.pass_through(new)  # too early to end, by contract
                 continue
-            news.text += scanner.feed(text)
+            text += scanner.feed(new)
             if scanner.found is not None:
-                news.token_ids = token_ids[:count]
-                news.finish_reason, news.stop_reason = "stop", scanner.found
-                return
-        news.token_ids = token_ids
+                return CompletionOutput(0, text, token_ids[:count], None, "stop", scanner.found)
         if row.finish_reason is not None:
-            news.text += scanner.feed(state.detokenizer.finish())
+            text += scanner.feed(state.detokenizer.finish())
             if scanner.found is not None:
-                news.finish_reason, news.stop_reason = "stop", scanner.found
-            else:
-                news.text += scanner.finish()
+                return CompletionOutput(0, text, token_ids, None, "stop", scanner.found)
+            text += scanner.finish()
+        return CompletionOutput(0, text, token_ids, None, row.finish_reason, row.stop_reason)
 
     def _name_logprobs(self, rows: list[LogprobRow], num_tokens: int) -> list[TokenLogprobs]:
         if len(rows) < num_tokens:
             raise EngineGenerateError(f"the engine gave log-probabilities for {len(rows)} of {num_tokens} tokens")
         return [make_token_logprobs(row, self._table) for row in rows[:num_tokens]]
 
-    def _make_output(self, state: RequestState, news: _News) -> RequestOutput | None:
-        choice = CompletionOutput(0, news.text, news.token_ids, news.logprobs, news.finish_reason, news.stop_reason)
-        if state.kind is not RequestOutputKind.DELTA:
-            state.text.append(news.text)
-            state.token_ids.extend(news.token_ids)
-            state.logprobs.extend(news.logprobs or ())
-            if state.kind is RequestOutputKind.FINAL_ONLY and news.finish_reason is None:
-                return None
-            choice.text = "".join(state.text)
-            choice.token_ids = list(state.token_ids)
-            if state.request.params.logprobs is not None:
-                choice.logprobs = list(state.logprobs)
-        elif not news.token_ids and not news.text and news.finish_reason is None:
+
+def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput | None:
+    """What the reader gets, by its output kind. None: nothing yet."""
+    is_last = news.finish_reason is not None
+    if state.kind is not RequestOutputKind.DELTA:
+        news = _accumulate(state, news)
+        if state.kind is RequestOutputKind.FINAL_ONLY and not is_last:
             return None
-        return RequestOutput(
-            state.external_id,
-            len(state.request.prompt_token_ids),
-            state.num_cached_tokens,
-            [choice],
-            news.finish_reason is not None,
-        )
+    elif not news.token_ids and not news.text and not is_last:
+        return None
+    return RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [news], is_last)
+
+
+def _accumulate(state: RequestState, news: CompletionOutput) -> CompletionOutput:
+    """All so far, for kinds that give it."""
+    state.text.append(news.text)
+    state.token_ids.extend(news.token_ids)
+    state.logprobs.extend(news.logprobs or ())
+    if state.kind is RequestOutputKind.FINAL_ONLY and news.finish_reason is None:
+        return news
+    logprobs = list(state.logprobs) if state.wants_logprobs else None
+    return CompletionOutput(
+        0, "".join(state.text), list(state.token_ids), logprobs, news.finish_reason, news.stop_reason
+    )
 
 
 def _visible(state: RequestState, token_ids: list[int], row: EngineCoreOutput) -> list[int]:
