@@ -48,7 +48,7 @@ class RequestState:
     """All so far; not for DELTA, which keeps nothing it has given away."""
 
 
-class ProcessedRow(msgspec.Struct, frozen=True):
+class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
     """What one row means. At most one of `output` and `error` is set."""
 
     state: RequestState

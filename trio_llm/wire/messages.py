@@ -38,14 +38,14 @@ PlainValue = None | bool | int | float | str
 """What arguments and results of utility calls are made of."""
 
 
-class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Base: an array with the tag in front, defaults left off at the end."""
+class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
+    """Base: an array with the tag in front, defaults left off at the end. Plain data, so the collector need not look."""
 
 
 # ------------------------------------------------------------------------------------- to the engine
 
 
-class EngineCoreRequest(_Message, frozen=True, tag="add"):
+class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     """Generate for one request."""
 
     request_id: str
@@ -61,19 +61,19 @@ class EngineCoreRequest(_Message, frozen=True, tag="add"):
     """Tokens that an earlier incarnation generated already: the answer goes on after them."""
 
 
-class Abort(_Message, frozen=True, tag="abort"):
+class Abort(_Message, frozen=True, gc=False, tag="abort"):
     """Forget these requests. Each gets one confirming row."""
 
     request_ids: list[str]
 
 
-class Ack(_Message, frozen=True, tag="ack"):
+class Ack(_Message, frozen=True, gc=False, tag="ack"):
     """Credit: the front end has taken every message up to this step."""
 
     step: int
 
 
-class UtilityCall(_Message, frozen=True, tag="call"):
+class UtilityCall(_Message, frozen=True, gc=False, tag="call"):
     """Call a method out of the engine's fixed table."""
 
     call_id: int
@@ -87,7 +87,7 @@ ToEngine = EngineCoreRequest | Abort | Ack | UtilityCall
 # ----------------------------------------------------------------------------------- from the engine
 
 
-class LogprobRow(_Message, frozen=True):
+class LogprobRow(_Message, frozen=True, gc=False):
     """Log-probabilities of one position: the sampled token first, then the likeliest ones, best first."""
 
     token_ids: list[int]
@@ -96,7 +96,7 @@ class LogprobRow(_Message, frozen=True):
     """Rank of the sampled token in the whole vocabulary, 1 for the likeliest."""
 
 
-class EngineCoreOutput(_Message, frozen=True):
+class EngineCoreOutput(_Message, frozen=True, gc=False):
     """What one step did for one request."""
 
     request_id: str
@@ -114,7 +114,7 @@ class EngineCoreOutput(_Message, frozen=True):
     """Prompt tokens that were not computed; in the first row of a request."""
 
 
-class SchedulerStats(_Message, frozen=True):
+class SchedulerStats(_Message, frozen=True, gc=False):
     """The scheduler's state after a step."""
 
     num_running: int = 0
@@ -127,7 +127,7 @@ class SchedulerStats(_Message, frozen=True):
     """Prompt tokens computed in this step."""
 
 
-class UtilityResult(_Message, frozen=True):
+class UtilityResult(_Message, frozen=True, gc=False):
     """The answer to a UtilityCall: a value, or the text of an error."""
 
     call_id: int
@@ -135,7 +135,7 @@ class UtilityResult(_Message, frozen=True):
     error: str | None = None
 
 
-class EngineCoreOutputs(_Message, frozen=True, tag="outputs"):
+class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     """All that one step has for this front end."""
 
     epoch: int
@@ -148,7 +148,7 @@ class EngineCoreOutputs(_Message, frozen=True, tag="outputs"):
     utility_results: list[UtilityResult] = msgspec.field(default_factory=list)
 
 
-class ModelConfig(_Message, frozen=True, kw_only=True):
+class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):
     """The loaded model: what its executor tells, and what the front end checks requests against."""
 
     model_dir: str
@@ -173,14 +173,14 @@ class ModelConfig(_Message, frozen=True, kw_only=True):
     """What the model's makers recommend for temperature, top_p and top_k; servers use it where a request is silent."""
 
 
-class Ready(_Message, frozen=True, tag="ready"):
+class Ready(_Message, frozen=True, gc=False, tag="ready"):
     """The model is loaded and the engine takes requests."""
 
     epoch: int
     model: ModelConfig
 
 
-class Progress(_Message, frozen=True, tag="progress"):
+class Progress(_Message, frozen=True, gc=False, tag="progress"):
     """Start-up goes on."""
 
     epoch: int
@@ -191,13 +191,13 @@ class Progress(_Message, frozen=True, tag="progress"):
     """0: not known."""
 
 
-class Heartbeat(_Message, frozen=True, tag="heartbeat"):
+class Heartbeat(_Message, frozen=True, gc=False, tag="heartbeat"):
     """The loop turns although there is nothing to tell. Sent every second when idle."""
 
     epoch: int
 
 
-class EngineDead(_Message, frozen=True, tag="dead"):
+class EngineDead(_Message, frozen=True, gc=False, tag="dead"):
     """The engine's last message: it failed."""
 
     epoch: int
