@@ -134,6 +134,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds a client has to send its request body."""
     sse_keep_alive_interval_s: float = 10.0
     """Seconds of silence in a stream after which a comment is sent."""
+    max_connections: int = 4096
+    """Connections open at a time; more are closed at once. Fewer if the process may not have so many descriptors."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -149,6 +151,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not all(self.served_model_names):
             raise ConfigError("--served-model-name must not be empty")
         _check_seconds("--sse-keep-alive-interval", self.sse_keep_alive_interval_s)
+        _check_positive("max_connections", self.max_connections)
 
 
 def _is_loopback(host: str) -> bool:

@@ -9,10 +9,12 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import h11
 import trio
+import trio.testing
 
 from tests.frontend.http.fake_client import FakeClient
 from trio_llm.config import ServerConfig
@@ -21,6 +23,17 @@ from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 
 BOUND_S = 10
 """Nothing here takes so long unless it is broken."""
+
+
+def num_descriptors() -> int:
+    """Descriptors that this process has open, client and server."""
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+async def wait_descriptors(at_most: int) -> None:
+    with trio.fail_after(BOUND_S):
+        while num_descriptors() > at_most:
+            await trio.testing.wait_all_tasks_blocked()
 
 
 @dataclass

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import trio
 import trio.testing
 
 from tests.frontend.http.exchange import Exchange
 from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import BOUND_S, Connection, Reply, Server, open_server
+from tests.frontend.http.server import (
+    BOUND_S,
+    Connection,
+    Reply,
+    Server,
+    num_descriptors,
+    open_server,
+    wait_descriptors,
+)
 from trio_llm.config import ServerConfig
-from trio_llm.frontend.http import shell
+from trio_llm.frontend.http import connections
 from trio_llm.frontend.http.shell import Receive, Scope, Send
 
 JSON = {"content-type": "application/json"}
@@ -23,15 +29,48 @@ async def post(server: Server, body: bytes, headers: dict[str, str] | None = Non
     return await server.call("POST", "/v1/chat/completions", body, JSON if headers is None else headers)
 
 
-async def test_a_body_over_the_cap_is_a_413_and_the_connection_goes_on() -> None:
+async def test_a_body_over_the_cap_is_a_413_and_the_connection_closes() -> None:
     async with open_server(FakeClient(), max_body_bytes=1000) as server, server.connect() as connection:
         await connection.request("POST", "/v1/chat/completions", b" " * 1001, JSON)
         reply = await connection.reply()
         assert (reply.status, reply.error["type"]) == (413, "invalid_request_error")
         assert "1000 bytes" in reply.error["message"]
+        assert reply.headers["connection"] == "close"
 
-        await connection.request("GET", "/version")
-        assert (await connection.reply()).status == 200
+        await connection.wait_closed()
+
+
+async def test_a_body_declared_over_the_cap_is_refused_before_it_is_sent() -> None:
+    async with open_server(FakeClient(), max_body_bytes=1000) as server, server.connect() as connection:
+        await connection.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\nexpect: 100-continue\r\n\r\n"
+        )
+
+        assert await status_line(connection) == b"HTTP/1.1 413 "
+
+
+async def test_a_client_with_a_body_within_the_cap_is_told_to_go_on() -> None:
+    body = b'{"prompt": "Once"}'
+    async with open_server(FakeClient()) as server, server.connect() as connection:
+        await connection.send(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nexpect: 100-continue\r\n\r\n" % len(body)
+        )
+        assert await status_line(connection) == b"HTTP/1.1 100 "
+        await connection.send(body)
+
+        assert await status_line(connection) == b"HTTP/1.1 200 "
+
+
+async def test_a_client_that_sends_nothing_after_its_413_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "LINGER_S", 0.01)
+    async with open_server(FakeClient(), max_body_bytes=1000) as server:
+        before = num_descriptors()
+        async with server.connect() as connection:
+            await connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999\r\n\r\n")
+            assert await status_line(connection) == b"HTTP/1.1 413 "
+
+            await wait_descriptors(before + 1)  # the client's own
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/nowhere", "/health"])
@@ -61,7 +100,7 @@ async def test_a_body_at_the_cap_is_read() -> None:
 
 
 async def test_a_body_that_never_ends_gets_its_413_and_a_closed_connection(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shell, "DRAIN_BYTES", MIB)
+    monkeypatch.setattr(connections, "LINGER_BYTES", MIB)
     async with open_server(FakeClient(), max_body_bytes=1000) as server, server.connect() as connection:
         await connection.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999999\r\n\r\n")
 
@@ -80,12 +119,11 @@ async def test_a_body_that_never_ends_gets_its_413_and_a_closed_connection(monke
         assert (await server.chat()).status == 200
 
 
-async def test_a_refused_body_that_goes_on_coming_does_not_block_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_refused_body_that_goes_on_coming_does_not_block_the_end() -> None:
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
         raise AssertionError("not reached")
 
     # The server's reader waits for room in the queue, and so does its announcement that the exchange is over.
-    monkeypatch.setattr(shell, "DRAIN_BYTES", 0)
     exchange = Exchange(app, body=None, config=ServerConfig(max_body_bytes=10), headers=[(b"content-length", b"999")])
     with trio.fail_after(BOUND_S):
         async with trio.open_nursery() as nursery:
@@ -99,9 +137,6 @@ async def test_a_refused_body_that_goes_on_coming_does_not_block_the_end(monkeyp
 
 
 async def test_refused_bodies_of_clients_that_leave_hold_no_descriptors() -> None:
-    def num_descriptors() -> int:
-        return len(list(Path("/proc/self/fd").iterdir()))
-
     async with open_server(FakeClient(), max_body_bytes=1000) as server:
         assert (await server.chat()).status == 200
         before = num_descriptors()
@@ -110,9 +145,7 @@ async def test_refused_bodies_of_clients_that_leave_hold_no_descriptors() -> Non
                 head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9999999\r\n\r\n"
                 await connection.send(head + b"z" * MIB)
 
-        with trio.fail_after(BOUND_S):
-            while num_descriptors() > before:
-                await trio.testing.wait_all_tasks_blocked()
+        await wait_descriptors(before)
 
 
 async def status_line(connection: Connection) -> bytes:

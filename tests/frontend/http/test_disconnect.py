@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import trio
 
@@ -118,30 +116,3 @@ async def test_a_connection_that_is_to_close_closes_after_the_answer(stream: boo
         assert (await connection.reply()).status == 200
 
         await connection.wait_closed()
-
-
-async def test_a_client_that_leaves_a_pipelined_request_behind_ends_the_generation_when_it_is_written_to() -> None:
-    # The server does not read while it answers and more requests wait: only a write tells that the client has gone.
-    client = FakeClient("Hello", HANG)
-    body = json.dumps({**CHAT, "stream": True}).encode()
-    request = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-    request += b"content-length: %d\r\n\r\n%b" % (len(body), body)
-    async with open_server(client, sse_keep_alive_interval_s=0.01) as server:
-        async with server.connect() as connection:
-            await connection.send(request + request)
-            with trio.fail_after(BOUND_S):
-                await client.entered.wait()
-
-        await wait_left(client)
-
-
-async def test_pipelined_requests_are_answered_in_order() -> None:
-    client = FakeClient()
-    async with open_server(client) as server, server.connect() as connection:
-        await connection.send(b"GET /version HTTP/1.1\r\nhost: x\r\n\r\n" * 3)
-        seen = b""
-        with trio.fail_after(BOUND_S):
-            while seen.count(b"HTTP/1.1 200") < 3:
-                part = await connection.stream.receive_some()
-                assert part
-                seen += part

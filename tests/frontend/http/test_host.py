@@ -78,7 +78,7 @@ async def test_serving_starts_with_its_urls_and_opens_its_own_listeners() -> Non
         await trio.open_tcp_stream("127.0.0.1", port)
 
 
-async def test_an_idle_server_stops_at_once() -> None:
+async def test_an_idle_server_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
     async with open_server(FakeClient()) as server, server.connect() as idle:
         await idle.request("GET", "/version")
         await idle.reply()
@@ -87,6 +87,22 @@ async def test_an_idle_server_stops_at_once() -> None:
         await idle.wait_closed()
         with trio.fail_after(BOUND_S):
             await server.stopped.wait()
+
+    assert caplog.records == []  # nothing had to be closed by force
+
+
+async def test_a_stopping_server_does_not_wait_for_what_clients_still_send(caplog: pytest.LogCaptureFixture) -> None:
+    client = FakeClient("a", HANG)
+    async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
+        await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await connection.next_event()).status_code == 200
+        await connection.send(b"GET /version HTTP/1.1\r\n")
+        await trio.testing.wait_all_tasks_blocked()
+        server.stop.set()
+        with trio.fail_after(BOUND_S):
+            await server.stopped.wait()
+
+    assert "by force" not in caplog.text
 
 
 async def test_a_running_stream_is_finished_while_new_work_is_refused() -> None:
@@ -196,19 +212,35 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, mo
     assert client.running == []
 
 
-async def test_the_first_signal_asks_to_stop() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_the_first_signal_asks_to_stop(number: int) -> None:
     stop = trio.Event()
     async with trio.open_nursery() as nursery:
         nursery.start_soon(stop_on_signals, stop)
         await trio.testing.wait_all_tasks_blocked()
-        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), number)
         with trio.fail_after(BOUND_S):
             await stop.wait()
         nursery.cancel_scope.cancel()
 
 
+async def test_a_hangup_that_is_ignored_stays_so() -> None:
+    stop = trio.Event()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stop_on_signals, stop)
+            await trio.testing.wait_all_tasks_blocked()
+
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            nursery.cancel_scope.cancel()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 SECOND_SIGNAL = """
-import os, signal, trio, trio.testing
+import os, signal, sys, trio, trio.testing
 from trio_llm.frontend.http.host import stop_on_signals
 
 async def main():
@@ -218,6 +250,8 @@ async def main():
         await trio.testing.wait_all_tasks_blocked()
         os.kill(os.getpid(), signal.SIGINT)
         await stop.wait()
+        {between}
+        await trio.testing.wait_all_tasks_blocked()
         os.kill(os.getpid(), signal.SIGTERM)
         await trio.sleep_forever()
 
@@ -246,10 +280,25 @@ def run(program: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_second_signal_ends_the_process_at_once() -> None:
-    ended = run(SECOND_SIGNAL)
+    ended = run(SECOND_SIGNAL.format(between=""))
 
     assert ended.returncode == 1
     assert "SIGTERM again: ending at once" in ended.stderr
+
+
+def test_a_second_hangup_ends_nothing() -> None:
+    ended = run(SECOND_SIGNAL.format(between="os.kill(os.getpid(), signal.SIGHUP)"))
+
+    assert "SIGTERM again: ending at once" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "how", ["sys.stderr.close()", "sys.stderr = None", "os.close(2)", "r, w = os.pipe(); os.close(r); os.dup2(w, 2)"]
+)
+def test_the_second_signal_ends_a_process_whose_standard_error_is_gone(how: str) -> None:
+    ended = run(SECOND_SIGNAL.format(between=how))
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
 
 
 def test_the_host_loads_nothing_that_only_routes_need() -> None:

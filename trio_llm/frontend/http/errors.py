@@ -22,8 +22,11 @@ __all__ = [
     "BodyTimeoutError",
     "ErrorReply",
     "HttpVersionError",
+    "MalformedRequestError",
     "MethodNotAllowedError",
+    "RequestHeadTooLargeError",
     "RouteNotFoundError",
+    "TransferCodingError",
     "invalid_fields_error",
     "only_error",
     "reply_for",
@@ -69,6 +72,22 @@ class HttpVersionError(InvalidRequestError):
 
     def __init__(self, version: str) -> None:
         super().__init__(f"HTTP/{version} is not supported by this server; use HTTP/1.1")
+
+
+class MalformedRequestError(InvalidRequestError):
+    """The request is not HTTP, or not safe to read as it. The connection is closed."""
+
+
+class RequestHeadTooLargeError(InvalidRequestError):
+    """The head of the request is too long, or has too many lines."""
+
+    status = 431
+
+
+class TransferCodingError(InvalidRequestError):
+    """The body comes in a transfer coding other than `chunked`."""
+
+    status = 501
 
 
 @dataclass(frozen=True, slots=True)

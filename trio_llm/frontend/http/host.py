@@ -12,7 +12,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -116,10 +116,10 @@ async def serve(
     stop = trio.Event() if stop is None else stop
     with unwrap_single(), listeners or open_listeners(config) as taken:
         app = create_app(client, config, metrics)
-        connections = Connections(app)
+        connections = Connections(app, config)
         async with trio.open_nursery() as nursery:
             try:
-                accepting = await nursery.start(_accept, taken, connections.handle, nursery)
+                accepting = await nursery.start(_accept, taken, connections, nursery)
                 task_status.started(taken.urls)
                 nursery.start_soon(watch, client, stop.set)
                 await app.preload()
@@ -140,31 +140,47 @@ async def serve(
 
 async def _accept(
     listeners: Listeners,
-    handle: Callable[[trio.SocketStream], Awaitable[None]],
+    connections: Connections,
     nursery: trio.Nursery,
     *,
     task_status: trio.TaskStatus[trio.CancelScope],
 ) -> None:
     """Accept until the scope that it starts with is cancelled; connections live on in `nursery`."""
     with trio.CancelScope() as scope:
-        sockets = [trio.SocketListener(trio.socket.from_stdlib_socket(one)) for one in listeners.sockets]
-        task_status.started(scope)
-        await trio.serve_listeners(handle, sockets, handler_nursery=nursery)
+        async with trio.open_nursery() as accepting:
+            for one in listeners.sockets:
+                listener = trio.SocketListener(trio.socket.from_stdlib_socket(one))
+                accepting.start_soon(connections.accept, listener, nursery)
+            task_status.started(scope)
 
 
 async def stop_on_signals(stop: trio.Event) -> None:
-    """Set `stop` at SIGTERM or SIGINT. At a second one, end the process at once, with the exit code 1.
+    """Set `stop` at SIGTERM, SIGINT or SIGHUP. At a second one, end the process at once, with the exit code 1.
+
+    SIGHUP tells that the terminal is closed. It may come twice then, so a second one ends nothing; and where it is
+    ignored already, it stays so: that is what `nohup` is for.
 
     Runs until cancelled; then signals do again what they did before.
     """
-    with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+    numbers = [signal.SIGTERM, signal.SIGINT]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)
+    with trio.open_signal_receiver(*numbers) as signals:
         async for number in signals:
             name = signal.Signals(number).name
-            if stop.is_set():
-                print(f"{name} again: ending at once", file=sys.stderr, flush=True)
+            if not stop.is_set():
+                _logger.info("%s: draining, so that running requests can end; a second signal stops at once", name)
+                stop.set()
+            elif number != signal.SIGHUP:
+                _say(f"{name} again: ending at once")
                 os._exit(1)
-            _logger.info("%s: draining, so that running requests can end; a second signal stops at once", name)
-            stop.set()
+
+
+def _say(text: str) -> None:
+    """Tell whoever reads the standard error, if anybody does: it may be closed, or its terminal gone."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):
+            print(text, file=sys.stderr, flush=True)
 
 
 def hard_exit_after(seconds: float) -> None:

@@ -6,7 +6,8 @@ when it does, and turns what the app raises into a reply. The inner app gets the
 What Hypercorn asks of an app, and why it stands here once for all routes: a body that nobody reads blocks the
 reader of its connection for ever; sending never fails after a disconnect; and the last body message puts a
 disconnect into the app's queue before the connection is recycled, so that it must leave from outside the scope
-that a disconnect cancels, or the connection leaks.
+that a disconnect cancels, or the connection leaks. A refused body is answered before it is read: the connection,
+which closes, sees to it that the client can read that.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import logging
 import string
 import uuid
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 import trio
@@ -24,7 +25,7 @@ from trio_llm.errors import BodyTooLargeError, TrioLLMError
 from trio_llm.frontend.http.errors import BodyTimeoutError, HttpVersionError, only_error, reply_for
 from trio_llm.frontend.http.sse import DONE_EVENT, error_event
 
-__all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "cause_of"]
+__all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "cause_of", "client_request_id", "content_length"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -34,10 +35,6 @@ ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 _logger = logging.getLogger(__name__)
 
-DRAIN_BYTES = 64 * 1024 * 1024
-"""How much of a refused body is read and dropped, so that a client that writes first can read its answer."""
-DRAIN_S = 5.0
-"""For how long."""
 MAX_REQUEST_ID_CHARS = 128
 _REQUEST_ID_CHARS = frozenset(string.ascii_letters + string.digits + "-_.:/+=@")
 
@@ -101,7 +98,7 @@ class _Exchange:
         self._receive = receive
         self._send = send
         self._is_draining = is_draining
-        client_id = _request_id_header(scope)
+        client_id = client_request_id(scope["headers"])
         self._request_id = client_id or uuid.uuid4().hex
         # Hypercorn copies the state for each request.
         scope.setdefault("state", {}).update(request_id=self._request_id, client_request_id=client_id)
@@ -115,8 +112,7 @@ class _Exchange:
     async def run(self, app: ASGIApp, config: ServerConfig) -> None:
         try:
             self._body = await self._read_body(config)
-            if self._is_http_2:
-                # Hypercorn buffers HTTP/2 without bound for a client that does not read.
+            if not self._is_http_1:
                 raise HttpVersionError(self._scope["http_version"])
             if not self._has_gone.is_set():
                 await self._run_app(app)
@@ -126,8 +122,8 @@ class _Exchange:
             await self._finish()
 
     @property
-    def _is_http_2(self) -> bool:
-        return str(self._scope["http_version"]).startswith("2")
+    def _is_http_1(self) -> bool:
+        return str(self._scope["http_version"]).startswith("1.")
 
     # -------------------------------------------------------------------------------------- reading
 
@@ -135,13 +131,13 @@ class _Exchange:
         """The whole body.
 
         Raises:
-            BodyTooLargeError: it is over the cap. As much as may be dropped was read.
+            BodyTooLargeError: it is over the cap. Not all of it was read, or none.
             BodyTimeoutError: the client took too long.
         """
         limit = config.max_body_bytes
-        declared = _content_length(self._scope)
+        declared = content_length(self._scope["headers"])
         if declared is not None and declared > limit:
-            await self._drain()
+            self._body_left = True
             raise BodyTooLargeError(limit)
         parts: list[bytes] = []
         size = 0
@@ -157,28 +153,10 @@ class _Exchange:
                 parts.append(message.get("body", b""))
                 if not message.get("more_body", False):
                     return b"".join(parts)
+        self._body_left = timeout.cancelled_caught or message.get("more_body", False)
         if timeout.cancelled_caught:
-            self._body_left = True
             raise BodyTimeoutError(config.body_timeout_s)
-        parts.clear()
-        if message.get("more_body", False):
-            await self._drain()
         raise BodyTooLargeError(limit)
-
-    async def _drain(self) -> None:
-        """Read and drop what is left of the body, within bounds; `_body_left` says if that was not all."""
-        self._body_left = True
-        size = 0
-        with trio.move_on_after(DRAIN_S):
-            while size <= DRAIN_BYTES:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    self._has_gone.set()
-                    return
-                size += len(message.get("body", b""))
-                if not message.get("more_body", False):
-                    self._body_left = False
-                    return
 
     async def _watch_disconnect(self, app_scope: trio.CancelScope) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -224,7 +202,7 @@ class _Exchange:
         if b"x-request-id" not in names:
             headers.append((b"x-request-id", self._request_id.encode("latin-1")))
         is_last = self._is_draining() or self._body_left
-        if is_last and b"connection" not in names and not self._is_http_2:  # which has no such header
+        if is_last and b"connection" not in names and self._is_http_1:  # HTTP/2 has no such header
             headers.append((b"connection", b"close"))
         return {**message, "headers": headers}
 
@@ -295,16 +273,17 @@ def _is_event_stream(response: Message) -> bool:
     )
 
 
-def _content_length(scope: Scope) -> int | None:
-    for name, value in scope["headers"]:
+def content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """The length of the body that these headers declare, if they do."""
+    for name, value in headers:
         if name == b"content-length":
             return int(value)  # h11 has refused anything but one number of at most 20 digits
     return None
 
 
-def _request_id_header(scope: Scope) -> str | None:
+def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     """The client's id for the request, if it is one that may stand in a header and in a log."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name == b"x-request-id":
             text = str(value, "latin-1")
             if 0 < len(text) <= MAX_REQUEST_ID_CHARS and _REQUEST_ID_CHARS.issuperset(text):
