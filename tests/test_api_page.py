@@ -16,15 +16,27 @@ from trio_llm.frontend.http.openai.chat import _CHAT_NOT_SUPPORTED, MAX_TEMPLATE
 from trio_llm.frontend.http.openai.completions import (
     _COMPLETION_NOT_SUPPORTED,
     DEFAULT_MAX_TOKENS,
+    MAX_CHOICES,
     MAX_PROMPTS,
     CompletionRequest,
     parse_completion_request,
 )
 from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, Neutral
 from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.input_processor import MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
-from trio_llm.sampling import MAX_LOGPROBS, MAX_STOP_STRING_CHARS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, MIN_TEMPERATURE
+from trio_llm.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_STOP_STRING_CHARS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    MIN_TEMPERATURE,
+)
 
 PAGE: Final = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
 
@@ -103,11 +115,16 @@ def test_the_limits_of_the_page_are_the_code_s() -> None:
     assert f"up to {MAX_STOP_STRINGS}, of up to {MAX_STOP_STRING_CHARS} characters" in both["stop"]
     assert f"up to {MAX_STOP_TOKEN_IDS} token ids" in both["stop_token_ids"]
     assert f"below {MIN_TEMPERATURE} counts as {MIN_TEMPERATURE}" in both["temperature"]
+    assert f"1 to {MAX_ALLOWED_TOKEN_IDS} token ids" in both["allowed_token_ids"]
+    assert f"up to {MAX_BAD_WORDS} words, of up to {MAX_BAD_WORD_CHARS} characters" in both["bad_words"]
+    assert f"0 to {MAX_LOGPROBS} alternatives" in both["prompt_logprobs"]
+    assert f"may have {MAX_PROMPT_LOGPROBS} of them" in " ".join(section("Answers").split())
     assert f"1 to {MAX_MESSAGES} objects" in chat["messages"]
     assert f"up to {MAX_PARTS} parts" in chat["messages"]
     assert f"0 to {MAX_LOGPROBS} alternatives" in chat["top_logprobs"]
     assert f"0 to {MAX_LOGPROBS} alternatives" in completions["logprobs"]
     assert f"up to {MAX_TEMPLATE_KWARGS} values" in chat["chat_template_kwargs"]
+    assert f"1 to {MAX_N} choices, up to {MAX_CHOICES} for all prompts" in both["n"]
     assert f"up to {MAX_PROMPTS} of such" in completions["prompt"]
     assert f"`max_tokens` is {DEFAULT_MAX_TOKENS} here" in section("Fields of completions")
 
@@ -123,9 +140,9 @@ def test_the_ignored_fields_of_the_page_are_ignored() -> None:
 
 def test_a_field_that_is_refused_names_itself() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_chat_request({**CHAT, "n": 2})
+        parse_chat_request({**CHAT, "best_of": 2})
 
-    assert caught.value.param == "n"
+    assert caught.value.param == "best_of"
 
 
 def test_the_paths_of_the_page_are_those_of_the_openapi_document() -> None:

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, SamplingParams
+from trio_llm.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 
 HUGE = 10**5000
 NOT_NUMBERS: list[Any] = ["1", True, None, [1], math.nan, math.inf, -math.inf, HUGE, -HUGE]
@@ -22,6 +29,25 @@ WRONG: list[tuple[str, Any]] = [
     *[("max_tokens", value) for value in [*NOT_INTEGERS, 0, -1, 2**63]],
     *[("min_tokens", value) for value in [*NOT_INTEGERS, None, -1, 2**63]],
     *[("logprobs", value) for value in [*NOT_INTEGERS, -1, 21]],
+    *[("prompt_logprobs", value) for value in [*NOT_INTEGERS, -1, 21]],
+    *[
+        ("allowed_token_ids", value)
+        for value in [5, (), [], ["5"], [True], [-1], [2**31], [1] * (MAX_ALLOWED_TOKEN_IDS + 1)]
+    ],
+    *[
+        ("bad_words", value)
+        for value in [
+            "a",
+            1,
+            None,
+            [1],
+            [""],
+            ["a"] * (MAX_BAD_WORDS + 1),
+            ["\udc97"],
+            ["x" * (MAX_BAD_WORD_CHARS + 1)],
+        ]
+    ],
+    *[("n", value) for value in [*NOT_INTEGERS, -1, 0, 129, 2**64]],
     *[("stop", value) for value in [1, [1], [""], "", ["a"] * (MAX_STOP_STRINGS + 1), ["\udc97"], ["x" * 1025]]],
     *[
         ("stop_token_ids", value)
@@ -29,7 +55,12 @@ WRONG: list[tuple[str, Any]] = [
     ],
     *[
         (name, value)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+        for name in (
+            "ignore_eos",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+            "spaces_between_special_tokens",
+        )
         for value in (1, "true")
     ],
     ("output_kind", 7),
@@ -59,8 +90,14 @@ def test_a_wrong_value_is_refused_and_its_field_named(field: str, value: Any) ->
         ("seed", 2**63 - 1),
         ("seed", -(2**63)),
         ("stop", ["a"] * MAX_STOP_STRINGS),
+        ("n", 1),
+        ("n", 128),
         ("logprobs", 0),
         ("logprobs", 20),
+        ("prompt_logprobs", 0),
+        ("prompt_logprobs", 20),
+        ("allowed_token_ids", [1] * MAX_ALLOWED_TOKEN_IDS),
+        ("bad_words", ["x" * MAX_BAD_WORD_CHARS] * MAX_BAD_WORDS),
     ],
 )
 def test_a_value_at_the_edge_is_accepted(field: str, value: Any) -> None:

@@ -25,12 +25,17 @@ if TYPE_CHECKING:
         InvalidRequestError,
         ModelNotFoundError,
         NotSupportedError,
+        OverloadedError,
         PromptTooLongError,
+        QueuedTokensError,
+        QueueFullError,
+        RequestTimeoutError,
         TrioLLMError,
     )
-    from trio_llm.frontend.async_llm import AsyncLLM, open_llm
+    from trio_llm.frontend.async_llm import AsyncLLM
     from trio_llm.frontend.engine_client import EngineClient
     from trio_llm.frontend.http.host import serve
+    from trio_llm.frontend.opening import open_llm
     from trio_llm.outputs import CompletionOutput, RequestOutput
     from trio_llm.sampling import RequestOutputKind, SamplingParams
 
@@ -50,13 +55,17 @@ _HOMES: Final = {
     "InvalidRequestError": "trio_llm.errors",
     "ModelNotFoundError": "trio_llm.errors",
     "NotSupportedError": "trio_llm.errors",
+    "OverloadedError": "trio_llm.errors",
     "PromptTooLongError": "trio_llm.errors",
+    "QueueFullError": "trio_llm.errors",
+    "QueuedTokensError": "trio_llm.errors",
     "RequestOutput": "trio_llm.outputs",
     "RequestOutputKind": "trio_llm.sampling",
+    "RequestTimeoutError": "trio_llm.errors",
     "SamplingParams": "trio_llm.sampling",
     "ServerConfig": "trio_llm.config",
     "TrioLLMError": "trio_llm.errors",
-    "open_llm": "trio_llm.frontend.async_llm",
+    "open_llm": "trio_llm.frontend.opening",
     "serve": "trio_llm.frontend.http.host",
 }
 
@@ -76,9 +85,13 @@ __all__ = [
     "InvalidRequestError",
     "ModelNotFoundError",
     "NotSupportedError",
+    "OverloadedError",
     "PromptTooLongError",
+    "QueueFullError",
+    "QueuedTokensError",
     "RequestOutput",
     "RequestOutputKind",
+    "RequestTimeoutError",
     "SamplingParams",
     "ServerConfig",
     "TrioLLMError",

@@ -40,7 +40,8 @@ def cache_dir() -> Path:
 class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Run a FakeExecutor in place of a model: deterministic tokens, chosen delays and faults. For tests and benchmarks.
 
-    The token at index i of a request's answer is a fixed function of its prompt and i, unless `script` is set.
+    The token at index i of a request's answer is a fixed function of its prompt, i and, above temperature 0, its seed,
+    unless `script` is set.
     """
 
     model_dir: str | None = None
@@ -84,6 +85,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """KV blocks, on whatever device; None: by memory."""
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache; None: 40 % of what is free, on a CPU 4 GiB at most."""
+    max_num_queued_reqs: int | None = None
+    """Unfinished requests, running and waiting, beyond which new ones are refused; None: no limit."""
+    max_num_queued_tokens: int | None = None
+    """Prompt tokens of requests without a first token, beyond which new ones are refused; None: no limit."""
     credit_steps: int = 256
     """Steps the engine may be ahead of a front end before it pauses that front end's requests."""
     startup_timeout_s: float = 600.0
@@ -96,6 +101,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
         _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
+        _check_positive("--max-num-queued-reqs", self.max_num_queued_reqs)
+        _check_positive("--max-num-queued-tokens", self.max_num_queued_tokens)
         _check_positive("credit_steps", self.credit_steps)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         if self.max_num_seqs > self.max_num_batched_tokens:

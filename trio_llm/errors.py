@@ -13,6 +13,10 @@ Pure. Raised everywhere; `frontend/http/errors.py` is the one place that turns t
     └── EngineError
         ├── EngineGenerateError 500 one request's: its neighbours go on
         ├── EngineUnavailableError 503 loading or draining: a retry can help
+        ├── OverloadedError     429 as much waits as may: a retry can help
+        │   ├── QueueFullError     429 so many requests (--max-num-queued-reqs)
+        │   └── QueuedTokensError  429 so many prompt tokens (--max-num-queued-tokens)
+        ├── RequestTimeoutError 504 the time that the caller gave the request is over
         └── EngineDeadError   503   everyone's: the engine is gone
             └── EngineStartupError  the engine never became ready
 """
@@ -33,7 +37,11 @@ __all__ = [
     "InvalidRequestError",
     "ModelNotFoundError",
     "NotSupportedError",
+    "OverloadedError",
     "PromptTooLongError",
+    "QueueFullError",
+    "QueuedTokensError",
+    "RequestTimeoutError",
     "TrioLLMError",
 ]
 
@@ -133,6 +141,41 @@ class EngineUnavailableError(EngineError):
     def __init__(self, message: str, *, retry_after_s: float = 5.0) -> None:
         super().__init__(message)
         self.retry_after_s = retry_after_s
+
+
+class OverloadedError(EngineError):
+    """Refused at once, so that nothing waits without end: the limits of this server are reached.
+
+    429 and not 503, on which load balancers take a server for broken.
+    """
+
+    status = 429
+    kind = "rate_limit_error"
+    can_retry = True
+    reason: ClassVar[str] = "overloaded"
+    """The limit that was reached, as metrics name it."""
+
+    def __init__(self, message: str, *, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(OverloadedError):
+    """As many requests as may be are unfinished."""
+
+    reason = "max_num_queued_reqs"
+
+
+class QueuedTokensError(OverloadedError):
+    """As many prompt tokens as may be wait for their request's first token."""
+
+    reason = "max_num_queued_tokens"
+
+
+class RequestTimeoutError(EngineError):
+    """The time that the caller gave this request is over. What was not streamed by then is lost."""
+
+    status = 504
 
 
 class EngineDeadError(EngineError):

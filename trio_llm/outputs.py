@@ -29,14 +29,14 @@ class Logprob(msgspec.Struct, frozen=True, gc=False):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
-    """The sampled token of one position and the likeliest alternatives, best first."""
+    """The sampled token of one position, or the prompt's own, and the likeliest alternatives, best first."""
 
     sampled: Logprob
     top: tuple[Logprob, ...]
 
 
 class CompletionOutput(msgspec.Struct, gc=False):
-    """One choice. With DELTA: what is new in it; else: all of it."""
+    """One choice. With DELTA: what is new in it; else: all of it. Its last one has the finish reason."""
 
     index: int
     text: str
@@ -57,5 +57,9 @@ class RequestOutput(msgspec.Struct, gc=False):
     num_cached_tokens: int
     """Prompt tokens that the engine did not have to compute."""
     outputs: list[CompletionOutput]
+    """The choices that there is something new of, by index; FINAL_ONLY: all."""
     finished: bool
     """Nothing comes after this item."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """One entry a token of the prompt, None for the first: nothing comes before it. With DELTA in the first item of
+    a choice alone, else in every item since they are known; None unless asked for."""

@@ -12,12 +12,26 @@ import msgspec
 
 from trio_llm.errors import InvalidRequestError
 
-__all__ = ["MAX_LOGPROBS", "MAX_STOP_STRINGS", "MAX_STOP_TOKEN_IDS", "RequestOutputKind", "SamplingParams"]
+__all__ = [
+    "MAX_ALLOWED_TOKEN_IDS",
+    "MAX_BAD_WORDS",
+    "MAX_BAD_WORD_CHARS",
+    "MAX_LOGPROBS",
+    "MAX_N",
+    "MAX_STOP_STRINGS",
+    "MAX_STOP_TOKEN_IDS",
+    "RequestOutputKind",
+    "SamplingParams",
+]
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_ALLOWED_TOKEN_IDS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
+MAX_N = 128
 MIN_TEMPERATURE = 0.01
 """Positive temperatures below this count as this: dividing logits by less overflows half precision."""
 
@@ -66,6 +80,20 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     logprobs: int | None = None
     """Log-probabilities of each sampled token and of this many alternatives; None: none at all."""
     output_kind: RequestOutputKind = RequestOutputKind.DELTA
+    n: int = 1
+    """Choices for the one prompt. Choice i has the seed plus i, wrapped to int64: it is what a request of its own with
+    that seed gets. With temperature 0 all are equal and computed once. The engine knows 1 only."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """Only these tokens are sampled, 1 to 1024 of them; None: all. Ends of the answer that are not among them never
+    come, other than by `max_tokens`. A request that other parameters leave no token ends with an error."""
+    bad_words: tuple[str, ...] = ()
+    """Words that do not come in the answer, at most 128: neither their tokens nor those of the word after a space. The
+    same text made of other tokens may come. A word that the prompt has begun cannot be completed either."""
+    spaces_between_special_tokens: bool = True
+    """False: no space between special tokens that follow each other, where the tokenizer's decoder writes one and
+    `skip_special_tokens` is False. Byte-level and byte-fallback tokenizers write none: no effect there."""
+    prompt_logprobs: int | None = None
+    """Log-probabilities of each token of the prompt and of this many alternatives; None: none at all."""
 
     def __post_init__(self) -> None:
         set_field = msgspec.structs.force_setattr
@@ -86,14 +114,24 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
                 f"min_tokens ({self.min_tokens}) must not be above max_tokens ({self.max_tokens})", "min_tokens"
             )
         set_field(self, "stop", _check_stop(self.stop))
-        set_field(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids))
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        set_field(self, "stop_token_ids", _check_token_ids("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS))
+        if self.allowed_token_ids is not None:
+            set_field(self, "allowed_token_ids", _check_allowed(self.allowed_token_ids))
+        set_field(self, "bad_words", _check_bad_words(self.bad_words))
+        for name in (
+            "ignore_eos",
+            "include_stop_str_in_output",
+            "skip_special_tokens",
+            "spaces_between_special_tokens",
+        ):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequestError(f"{name} must be true or false", name)
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                _check_integer(name, count, 0, MAX_LOGPROBS)
         if not isinstance(self.output_kind, RequestOutputKind):
             raise InvalidRequestError("output_kind must be a RequestOutputKind", "output_kind")
+        _check_integer("n", self.n, 1, MAX_N)
 
     @property
     def is_greedy(self) -> bool:
@@ -127,9 +165,29 @@ def _check_stop(stop: Any) -> tuple[str, ...]:
     return tuple(stop)
 
 
-def _check_token_ids(name: str, ids: Any) -> tuple[int, ...]:
-    if not isinstance(ids, list | tuple) or len(ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidRequestError(f"{name} must be a list of at most {MAX_STOP_TOKEN_IDS} token ids", name)
+def _check_bad_words(words: Any) -> tuple[str, ...]:
+    if not isinstance(words, list | tuple) or len(words) > MAX_BAD_WORDS:
+        raise InvalidRequestError(f"bad_words must be a list of at most {MAX_BAD_WORDS} strings", "bad_words")
+    for word in words:
+        if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
+            raise InvalidRequestError(
+                f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARS} characters, not {_quote(word)}", "bad_words"
+            )
+        if not is_valid_text(word):
+            raise InvalidRequestError("one of bad_words has a lone surrogate, which is not valid text", "bad_words")
+    return tuple(words)
+
+
+def _check_allowed(ids: Any) -> tuple[int, ...]:
+    checked = _check_token_ids("allowed_token_ids", ids, MAX_ALLOWED_TOKEN_IDS)
+    if not checked:
+        raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+    return checked
+
+
+def _check_token_ids(name: str, ids: Any, limit: int) -> tuple[int, ...]:
+    if not isinstance(ids, list | tuple) or len(ids) > limit:
+        raise InvalidRequestError(f"{name} must be a list of at most {limit} token ids", name)
     for token_id in ids:
         _check_integer(name, token_id, 0, 2**31 - 1)
     return tuple(ids)

@@ -107,7 +107,8 @@ def test_no_option_changes_no_default(served: list[Any]) -> None:
 def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> None:
     line = (
         f"serve {tmp_path} --dtype float32 --device cpu --max-model-len 2k --max-num-seqs 8 "
-        "--max-num-batched-tokens 1K --num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M "
+        "--max-num-batched-tokens 1K --max-num-queued-reqs 1k --max-num-queued-tokens 1M "
+        "--num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M "
         "--host 0.0.0.0 --port 0 --allow-unauthenticated --served-model-name a --served-model-name b "
         "--drain-timeout 5 --keep-alive-on-engine-death --max-body-bytes 1M --body-timeout 7 "
         "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats"
@@ -122,6 +123,8 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         max_model_len=2000,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
+        max_num_queued_reqs=1000,
+        max_num_queued_tokens=1024**2,
         num_gpu_blocks_override=100,
         kv_cache_memory_bytes=512 * 1024**2,
     )
@@ -157,6 +160,8 @@ def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) 
         ("serve a b", 2, "b"),
         ("serve --port 70000", 1, "--port"),
         ("serve --max-num-seqs 0", 1, "--max-num-seqs"),
+        ("serve --max-num-queued-reqs 0", 1, "--max-num-queued-reqs"),
+        ("serve --max-num-queued-tokens 0", 1, "--max-num-queued-tokens"),
         ("serve --max-num-seqs 64 --max-num-batched-tokens 8", 1, "--max-num-batched-tokens"),
         ("serve --host 0.0.0.0", 1, "--allow-unauthenticated"),
         ("serve --drain-timeout -1", 1, "--drain-timeout"),

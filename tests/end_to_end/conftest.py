@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from tests.end_to_end.servers import Server
-from tests.frontend.fake_llm import LOGITS_WIDTH, fake_model_dir
 from trio_llm.config import EngineConfig, FakeEngineConfig, ServerConfig
+from trio_llm.testing.answers import LOGITS_WIDTH, MODEL_DIR
 
 NUM_BLOCKS = 400
 """A small KV cache: 12,800 tokens, about 600 MB in float32."""
@@ -44,7 +44,7 @@ def start_fake_server(purpose: str, *, drain_timeout_s: float = 30.0, step_s: fl
     """A server over a fake engine process: ready at once, a token each `step_s`."""
     engine = EngineConfig(
         fake=FakeEngineConfig(
-            model_dir=fake_model_dir(), logits_width=LOGITS_WIDTH, step_s=step_s, max_model_len=100_000
+            model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH, step_s=step_s, max_model_len=100_000
         ),
         num_gpu_blocks_override=4000,
     )

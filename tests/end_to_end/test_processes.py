@@ -23,10 +23,11 @@ from tests.end_to_end.servers import (
     wait_until_sync,
 )
 from tests.frontend.cancelling import cancel_at_every_checkpoint
-from tests.frontend.fake_llm import LOGITS_WIDTH, fake_model_dir
 from trio_llm.config import EngineConfig, FakeEngineConfig
-from trio_llm.frontend.async_llm import AsyncLLM, open_llm
+from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.opening import open_llm
 from trio_llm.sampling import SamplingParams
+from trio_llm.testing.answers import LOGITS_WIDTH, MODEL_DIR
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 50_000}
 
@@ -130,7 +131,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
 
 async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind() -> None:
     ENGINE_COUNT.append("requests are cancelled over zmq")
-    fake = FakeEngineConfig(model_dir=fake_model_dir(), logits_width=LOGITS_WIDTH)
+    fake = FakeEngineConfig(model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH)
     with trio.fail_after(120):
         async with open_llm(EngineConfig(fake=fake, num_gpu_blocks_override=200)) as llm:
             for work in (generate, leave_in_the_middle, AsyncLLM.check_health):

@@ -164,6 +164,7 @@ def test_a_deadline_counts_from_arrival_and_drops_what_still_waits() -> None:
     assert outputs is not None
     errors = [row.request_id for row in outputs.outputs if row.finish_reason == "error"]
     assert errors == ["late"]
+    assert [row.request_id for row in outputs.outputs if row.is_expired] == ["late"]
 
 
 MESSAGES = st.one_of(

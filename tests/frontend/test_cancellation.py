@@ -56,6 +56,26 @@ async def two_side_by_side(llm: AsyncLLM) -> None:
         await anext(second)
 
 
+async def several_choices(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", SamplingParams(max_tokens=6, n=3)) as stream:
+        async for _ in stream:
+            pass
+
+
+async def leave_several_choices(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", SamplingParams(max_tokens=1000, n=3), request_id="x") as stream:
+        await anext(stream)
+        await anext(stream)
+        llm.abort("x")
+        await anext(stream)
+
+
+async def several_greedy_choices(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", SamplingParams(max_tokens=6, n=3, temperature=0)) as stream:
+        async for _ in stream:
+            pass
+
+
 async def check_health(llm: AsyncLLM) -> None:
     await llm.check_health()
 
@@ -81,6 +101,9 @@ async def check_the_next_request(fake: FakeSetUp) -> None:
         (abort_by_id, 3),
         (fail, 3),
         (two_side_by_side, 4),
+        (several_choices, 4),
+        (leave_several_choices, 3),
+        (several_greedy_choices, 4),
         (check_health, 2),
         (wait_for_idleness, 3),
     ],

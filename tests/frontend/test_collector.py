@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
 from trio_llm.errors import EngineDeadError
-from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.frontend.collector import RepeatingCollector, RequestOutputCollector
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from trio_llm.sampling import RequestOutputKind
 
@@ -44,7 +44,7 @@ async def test_choices_are_merged_each_by_itself() -> None:
 
     output = await collector.receive()
 
-    assert {(c.index, c.text, c.finish_reason) for c in output.outputs} == {(0, "ab", "stop"), (1, "x", None)}
+    assert [(c.index, c.text, c.finish_reason) for c in output.outputs] == [(0, "ab", "stop"), (1, "x", None)]
 
 
 async def test_an_unread_cumulative_output_is_replaced() -> None:
@@ -55,6 +55,39 @@ async def test_an_unread_cumulative_output_is_replaced() -> None:
     output = await collector.receive()
 
     assert (output.outputs[0].text, output.outputs[0].token_ids) == ("ab", [1, 2])
+
+
+async def test_an_unread_cumulative_output_of_one_choice_outlives_news_of_another() -> None:
+    collector = RequestOutputCollector(CUMULATIVE)
+    for output in (
+        an_output("x", 7, index=1),
+        an_output("a", 1, index=0),
+        an_output("xy", 7, 8, index=1, finish="stop"),
+        an_output("p", 5, index=2),
+        an_output("ab", 1, 2, index=0),
+    ):
+        collector.put(output)
+
+    output = await collector.receive()
+
+    told = [(choice.index, choice.text, choice.token_ids, choice.finish_reason) for choice in output.outputs]
+    assert told == [(0, "ab", [1, 2], None), (1, "xy", [7, 8], "stop"), (2, "p", [5], None)]
+
+
+async def test_a_repeating_collector_gives_the_one_choice_several_times_merged_or_not() -> None:
+    collector = RepeatingCollector(DELTA, 3)
+    collector.put(an_output("a", 1))
+    collector.put(an_output("b", 2))
+    merged = await collector.receive()
+    collector.put(an_output("c", 3, finish="length"))
+    last = await collector.receive()
+    collector.put_error(EngineDeadError("gone"))
+
+    assert [(choice.index, choice.text) for choice in merged.outputs] == [(i, "ab") for i in range(3)]
+    assert [(choice.text, choice.finish_reason) for choice in last.outputs] == [("c", "length")] * 3
+    assert (merged.finished, last.finished) == (False, True)
+    with pytest.raises(EngineDeadError):
+        await collector.receive()
 
 
 async def test_a_waiting_reader_gets_what_is_put(autojump_clock: trio.testing.MockClock) -> None:

@@ -68,3 +68,14 @@ def test_a_priority_that_is_no_64_bit_integer_is_refused(priority: int) -> None:
         InputProcessor(MODEL).process([1], SamplingParams(), request_id="r", priority=priority)
 
     assert refused.value.param == "priority"
+
+
+def test_a_bad_word_with_a_token_that_the_model_cannot_emit_is_refused() -> None:
+    processor = InputProcessor(MODEL)
+
+    with pytest.raises(InvalidRequestError) as refused:
+        processor.process([1], SamplingParams(bad_words=("x",)), request_id="r", bad_words_token_ids=[[3], [4, 50]])
+
+    assert refused.value.param == "bad_words"
+    request = processor.process([1], SamplingParams(), request_id="r", bad_words_token_ids=[[3], [4, 49]])
+    assert request.bad_words_token_ids == [[3], [4, 49]]

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from tests.frontend.fake_llm import LOGITS_WIDTH, fake_model_dir
 from tests.frontend.scripted_core import ScriptedCore
 from trio_llm.errors import EngineDeadError, EngineGenerateError
+from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.collector import RequestOutputCollector
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
@@ -18,6 +16,7 @@ from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.outputs import FinishReason
 from trio_llm.sampling import SamplingParams
+from trio_llm.testing.answers import LOGITS_WIDTH, MODEL_DIR
 from trio_llm.wire.messages import (
     Abort,
     Ack,
@@ -49,9 +48,10 @@ class HandlerSetUp:
                 on_dead=self.told.append,
                 on_request_gone=lambda: self.told.append("gone"),
             ),
+            ledger=AdmissionLedger(AdmissionLimits()),
             ack_steps=ACK_STEPS,
         )
-        table = Renderer.load(Path(fake_model_dir()), 4096, logits_width=LOGITS_WIDTH).token_table
+        table = Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table
         self.handler.processor = OutputProcessor(table)
         self._step = 0
 

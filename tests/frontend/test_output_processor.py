@@ -258,6 +258,7 @@ def test_a_request_aborted_on_demand_ends_with_what_was_held_back() -> None:
 
     output = case.processor.finish(case.state)
 
+    assert output is not None
     assert case.text + output.outputs[0].text == "xab"
     assert output.outputs[0].finish_reason == "abort"
     assert output.finished

@@ -64,6 +64,7 @@ FROM_ENGINE: list[FromEngine] = [
         [
             EngineCoreOutput("r-1", 3, [4, 5], [LogprobRow([4, 9], [-0.5, -1.5], 1)], "stop", 5, None, 2),
             EngineCoreOutput("r-2", 0, [], finish_reason="error", error="why"),
+            EngineCoreOutput("r-3", 0, [], finish_reason="error", error="late", is_expired=True),
         ],
         SchedulerStats(1, 2, 3, 4, 5, 6),
         [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no")],

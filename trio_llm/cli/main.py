@@ -100,6 +100,8 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     served_model_name: options.ServedModelName = None,
     max_num_seqs: options.MaxNumSeqs = _ENGINE.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = _ENGINE.max_num_batched_tokens,
+    max_num_queued_reqs: options.MaxNumQueuedReqs = _ENGINE.max_num_queued_reqs,
+    max_num_queued_tokens: options.MaxNumQueuedTokens = _ENGINE.max_num_queued_tokens,
     kv_cache_memory: options.KVCacheMemory = _ENGINE.kv_cache_memory_bytes,
     num_gpu_blocks_override: options.NumBlocks = _ENGINE.num_gpu_blocks_override,
     host: options.Host = _SERVER.host,
@@ -121,6 +123,8 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
+        max_num_queued_reqs=max_num_queued_reqs,
+        max_num_queued_tokens=max_num_queued_tokens,
         num_gpu_blocks_override=num_gpu_blocks_override,
         kv_cache_memory_bytes=kv_cache_memory,
     )

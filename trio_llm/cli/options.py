@@ -92,6 +92,28 @@ MaxNumBatchedTokens = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+MaxNumQueuedReqs = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-queued-reqs",
+        parser=parse_count,
+        metavar="N",
+        help="Unfinished requests beyond which new ones are refused with 429.",
+        show_default="no limit",
+        rich_help_panel=_MEMORY,
+    ),
+]
+MaxNumQueuedTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--max-num-queued-tokens",
+        parser=parse_count,
+        metavar="N",
+        help="Prompt tokens that wait for a first answer token, beyond which new requests are refused with 429.",
+        show_default="no limit",
+        rich_help_panel=_MEMORY,
+    ),
+]
 KVCacheMemory = Annotated[
     int | None,
     typer.Option(

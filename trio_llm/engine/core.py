@@ -21,6 +21,7 @@ from trio_llm.wire.messages import (
     EngineCoreRequest,
     PlainValue,
     Ready,
+    SchedulerStats,
     ToEngine,
     UtilityCall,
     UtilityResult,
@@ -110,6 +111,11 @@ class EngineCore:
     def _has_rows(self) -> bool:
         return bool(self._rows or self._utility_results)
 
+    @property
+    def stats(self) -> SchedulerStats:
+        """The scheduler's state now."""
+        return self._scheduler.stats()
+
     # ------------------------------------------------------------------------------------- requests
 
     def _add(self, request: EngineCoreRequest, now_s: float) -> None:
@@ -132,6 +138,9 @@ class EngineCore:
                 params=request.params,
                 priority=request.priority,
                 expires_at=None if request.deadline_s is None else now_s + request.deadline_s,
+                bad_words=request.bad_words_token_ids,
+                # They are out before the first token is.
+                num_scored_tokens=len(request.prompt_token_ids) if request.output_token_ids else 1,
             )
         )
 
@@ -147,6 +156,8 @@ class EngineCore:
             return f"{len(token_ids)} tokens leave no room for an answer within {info.max_model_len}"
         if not 0 <= min(token_ids) <= max(token_ids) < info.logits_width:
             return f"a token id is outside 0 to {info.logits_width - 1}"
+        if not all(request.bad_words_token_ids):
+            return "a word that must not come has no tokens"
         if request.params.max_tokens is None or request.params.seed is None:
             return "max_tokens and seed must be set"
         if len(request.output_token_ids) >= request.params.max_tokens:

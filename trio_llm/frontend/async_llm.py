@@ -1,15 +1,13 @@
 """AsyncLLM: an engine as an object in a Trio program. `open_llm()` is the way to get one.
 
-Implements `EngineClient` over a core client. Its nursery, held by `open_llm`, owns the engine's tasks, the output
-handler and the statistics logger.
+Implements `EngineClient` over a core client. The nursery of its tasks is held by `open_llm` (opening.py).
 """
 
 from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncIterator, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -18,96 +16,35 @@ import trio
 
 from trio_llm.config import EngineConfig
 from trio_llm.errors import (
-    CodecError,
     EngineDeadError,
     EngineGenerateError,
     EngineStartupError,
     EngineUnavailableError,
     InvalidRequestError,
 )
-from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.core_client.base import CoreClient
-from trio_llm.frontend.core_client.one_engine import OneEngineClient
+from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.request_stream import GenerateStream
-from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import ModelConfig, Progress, Ready
 
-__all__ = ["AsyncLLM", "open_llm"]
+__all__ = ["AsyncLLM"]
 
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S: Final = 10.0
 _MAX_REQUEST_ID_CHARS: Final = 256
-
-
-@asynccontextmanager
-async def open_llm(
-    config: EngineConfig | str | None = None,
-    *,
-    wait_until_ready: bool = True,
-    stat_loggers: Sequence[StatLogger] = (),
-    keep_alive_on_engine_death: bool = False,
-) -> AsyncIterator[AsyncLLM]:
-    """Start an engine, and stop it when the block is left.
-
-    Args:
-        config: what to run; a string is a model directory, None the embedded model.
-        wait_until_ready: False: enter at once; `generate()` raises EngineUnavailableError until the model is loaded.
-        stat_loggers: get the statistics, in the output handler's task.
-        keep_alive_on_engine_death: tells servers to go on answering when the engine is gone.
-
-    Cancellation: leaving the block, by any way, stops the engine process; this takes up to about four seconds.
-
-    Raises:
-        ConfigError: `config` is no model directory.
-        EngineStartupError: the engine ended before it was ready (only with `wait_until_ready`).
-    """
-    if not isinstance(config, EngineConfig):
-        config = EngineConfig(model=config)
-    core = OneEngineClient(config)
-    async with open_llm_over(
-        core,
-        config,
-        wait_until_ready=wait_until_ready,
-        stat_loggers=stat_loggers,
-        keep_alive_on_engine_death=keep_alive_on_engine_death,
-    ) as llm:
-        yield llm
-
-
-@asynccontextmanager
-async def open_llm_over(
-    core: CoreClient,
-    config: EngineConfig,
-    *,
-    wait_until_ready: bool = True,
-    stat_loggers: Sequence[StatLogger] = (),
-    keep_alive_on_engine_death: bool = False,
-) -> AsyncIterator[AsyncLLM]:
-    """As `open_llm`, over a core client of one's own."""
-    llm = AsyncLLM(core, config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
-    with unwrap_single():
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(core.run)
-            nursery.start_soon(llm._run, nursery)
-            try:
-                if wait_until_ready:
-                    await llm.wait_until_ready()
-                yield llm
-            finally:
-                # Readers in nurseries outside this block must not wait for ever.
-                llm._close()
-                nursery.cancel_scope.cancel()
 
 
 class AsyncLLM(EngineClient):
@@ -124,7 +61,12 @@ class AsyncLLM(EngineClient):
         self.config = config
         self._core = core
         self._keep_alive = keep_alive_on_engine_death
-        self._recorder = StatisticsRecorder(stat_loggers)
+        self._totals = Totals()
+        self._recorder = StatisticsRecorder([self._totals, *stat_loggers])
+        limits = AdmissionLimits(
+            max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens
+        )
+        self._ledger = AdmissionLedger(limits, self._recorder.rejection)
         self._utilities = UtilityCalls(core)
         self._handler = OutputHandler(
             core,
@@ -137,6 +79,7 @@ class AsyncLLM(EngineClient):
                 on_dead=self._on_dead,
                 on_request_gone=self._on_request_gone,
             ),
+            ledger=self._ledger,
             ack_steps=max(1, config.credit_steps // 8),
         )
         self._started_s = self._last_life_s = trio.current_time()
@@ -190,7 +133,10 @@ class AsyncLLM(EngineClient):
         external_id = request_id if request_id is not None else uuid.uuid4().hex
         params = params if params is not None else SamplingParams()
         return GenerateStream(
-            external_id, partial(self._admit, prompt, params, external_id, priority), self._handler.leave
+            external_id,
+            partial(self._admit, prompt, params, external_id, priority),
+            self._handler.leave,
+            self._handler.resubmit,
         )
 
     async def _admit(
@@ -203,26 +149,20 @@ class AsyncLLM(EngineClient):
             )
         self.check_admission()
         token_ids = await self.renderer.render_prompt(prompt)
+        bad_words = await self.renderer.render_bad_words(params.bad_words) if params.bad_words else []
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
         # registered and queued for sending, or nothing of it is left.
         self.check_admission()
         request = self.input_processor.process(
-            token_ids, params, request_id=make_internal_id(external_id), priority=priority
+            token_ids,
+            params,
+            request_id=make_internal_id(external_id),
+            priority=priority,
+            deadline_s=seconds_left(),
+            bad_words_token_ids=bad_words,
         )
-        assert self._handler.processor is not None
-        live = LiveRequest(
-            self._handler.processor.add(request, external_id),
-            RequestOutputCollector(params.output_kind),
-            RequestClock(arrived_s),
-        )
-        self._handler.register(live)
-        try:
-            self._core.send_nowait(request)
-        except CodecError as error:
-            self._handler.unregister(live.state)
-            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
-        return live
+        return self._handler.submit(request, external_id, arrived_s)
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -232,6 +172,7 @@ class AsyncLLM(EngineClient):
         if self._is_draining and self._dead_error is None:
             raise EngineUnavailableError("the server is shutting down and takes no new requests")
         self._check_ready()
+        self._ledger.check()
 
     # ----------------------------------------------------------------------------------------- state
 
@@ -304,12 +245,17 @@ class AsyncLLM(EngineClient):
         while self._handler.num_unfinished:
             await self._idle_waiters.park()
 
+    def statistics(self) -> EngineStatistics:
+        model = self._model_config
+        return self._totals.snapshot(self.status.state, num_blocks=0 if model is None else model.num_blocks)
+
     def do_log_stats(self) -> None:
         self._recorder.log()
 
     # ----------------------------------------------------------------------------------------- tasks
 
     async def _run(self, nursery: trio.Nursery) -> None:
+        nursery.start_soon(self._core.run)
         nursery.start_soon(self._handler.run)
         nursery.start_soon(self._log_statistics)
         await self._start_up()
@@ -331,8 +277,7 @@ class AsyncLLM(EngineClient):
         model = self._ready_message.model
         self._progress = Progress(0, "tokenizer", 0, 0)
         try:
-            load = partial(Renderer.load, Path(model.model_dir), model.max_model_len, logits_width=model.logits_width)
-            renderer = await trio.to_thread.run_sync(load)
+            renderer = await self._load_renderer(model)
         except EngineStartupError as error:
             self._core.kill(str(error))
             return
@@ -341,6 +286,10 @@ class AsyncLLM(EngineClient):
         self._input_processor = InputProcessor(model)
         self._model_config = model
         self._settled.set()
+
+    async def _load_renderer(self, model: ModelConfig) -> Renderer:
+        load = partial(Renderer.load, Path(model.model_dir), model.max_model_len, logits_width=model.logits_width)
+        return await trio.to_thread.run_sync(load)
 
     async def _log_statistics(self) -> None:
         while True:

@@ -11,10 +11,11 @@ from typing import Final
 
 import trio
 
+from trio_llm.frontend.text.parallel_sampling import repeat_choice
 from trio_llm.outputs import CompletionOutput, RequestOutput
 from trio_llm.sampling import RequestOutputKind
 
-__all__ = ["RequestOutputCollector"]
+__all__ = ["RepeatingCollector", "RequestOutputCollector"]
 
 _PIECE_BYTES: Final = 350
 _TOKEN_BYTES: Final = 8
@@ -34,10 +35,11 @@ class RequestOutputCollector:
     """One producer, one reader.
 
     Args:
-        kind: how an unread output and a newer one become one: DELTA joins them, else the newer one replaces.
+        kind: how an unread output and a newer one become one: DELTA joins them, else the newer one replaces, each
+            choice by itself.
     """
 
-    __slots__ = ("_error", "_is_unread", "_merge_by_joining", "_receive", "_send")
+    __slots__ = ("_error", "_is_unread", "_merge_by_joining", "_receive", "_send", "must_resubmit")
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._merge_by_joining = kind is RequestOutputKind.DELTA
@@ -47,6 +49,8 @@ class RequestOutputCollector:
         self._error: BaseException | None = None
         self._is_unread = False
         """Something was put since the reader took last: a look at the slot will do. Saves an exception each token."""
+        self.must_resubmit = False
+        """The engine has dropped the request, uncomputed: whoever reads on must send it again."""
 
     def put(self, output: RequestOutput) -> int:
         """Add an output. Never blocks; does nothing if the reader has left or an error was put.
@@ -67,7 +71,8 @@ class RequestOutputCollector:
         """Take the unread output back and put both as one."""
         unread = self._receive.receive_nowait()
         if not self._merge_by_joining:
-            self._send.send_nowait(output)
+            assert isinstance(unread, RequestOutput)
+            self._send.send_nowait(_replace(unread, output))
             return 0
         if not isinstance(unread, _Unread):
             unread = _Unread([unread], _size_bytes(unread))
@@ -112,6 +117,36 @@ class RequestOutputCollector:
         self._send.close()
 
 
+class RepeatingCollector(RequestOutputCollector):
+    """For several choices that are all equal: the one that was computed is copied when it is taken.
+
+    Args:
+        num_choices: of each output that is taken.
+    """
+
+    __slots__ = ("_num_choices",)
+
+    def __init__(self, kind: RequestOutputKind, num_choices: int) -> None:
+        super().__init__(kind)
+        self._num_choices = num_choices
+
+    async def receive(self) -> RequestOutput:
+        """As its base: cancellation and errors, too."""
+        output = await super().receive()
+        return repeat_choice(output, self._num_choices) if output.outputs else output
+
+
+def _replace(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
+    """The newer output, with the choices of the older one that it says nothing of."""
+    told = {choice.index for choice in newer.outputs}
+    kept = [choice for choice in older.outputs if choice.index not in told]
+    if kept:
+        newer.outputs = sorted([*kept, *newer.outputs], key=lambda choice: choice.index)
+    if newer.prompt_logprobs is None:
+        newer.prompt_logprobs = older.prompt_logprobs
+    return newer
+
+
 def _size_bytes(output: RequestOutput) -> int:
     return _PIECE_BYTES + sum(
         len(choice.text) + _TOKEN_BYTES * len(choice.token_ids) + _LOGPROBS_BYTES * len(choice.logprobs or ())
@@ -130,8 +165,9 @@ def _join(pieces: list[RequestOutput]) -> RequestOutput:
         request_id=last.request_id,
         num_prompt_tokens=last.num_prompt_tokens,
         num_cached_tokens=last.num_cached_tokens,
-        outputs=[_join_choices(choices) for choices in by_index.values()],
+        outputs=[_join_choices(by_index[index]) for index in sorted(by_index)],
         finished=last.finished,
+        prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
     )
 
 

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from trio_llm.errors import EngineDeadError, NotSupportedError
+from trio_llm.frontend.library import LibraryCalls
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.outputs import RequestOutput
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from trio_llm.config import EngineConfig
     from trio_llm.frontend.input_processor import InputProcessor
     from trio_llm.frontend.rendering.renderer import Renderer
+    from trio_llm.frontend.statistics.totals import EngineStatistics
     from trio_llm.sampling import SamplingParams
     from trio_llm.wire.messages import ModelConfig
 
@@ -46,7 +48,7 @@ class RequestStream(Protocol):
     async def __anext__(self) -> RequestOutput: ...
 
 
-class EngineClient(abc.ABC):
+class EngineClient(LibraryCalls):
     """A model to generate with, wherever it runs."""
 
     config: EngineConfig
@@ -85,11 +87,15 @@ class EngineClient(abc.ABC):
 
         Use: `async with llm.generate(...) as stream: async for output in stream: ...`
 
+        The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
+        begun by then, and takes it again if the stream is read all the same.
+
         Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
         which costs at most the step in flight.
 
         Raises (on entering):
             InvalidRequestError: the request can never work.
+            OverloadedError: as much is unfinished as may be.
             EngineUnavailableError: the engine is loading or draining.
             EngineDeadError: the engine is gone.
         """
@@ -107,7 +113,7 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     def check_admission(self) -> None:
-        """Raise what entering `generate()` would raise for no fault of the request: loading, draining, dead."""
+        """Raise what entering `generate()` would raise for no fault of the request: loading, draining, dead, full."""
 
     # ---------------------------------------------------------------------------------------- state
 
@@ -174,6 +180,10 @@ class EngineClient(abc.ABC):
     def is_tracing_enabled(self) -> bool:
         """Spans are recorded for requests."""
         return False
+
+    def statistics(self) -> EngineStatistics:
+        """What runs and waits now, and what was done so far. Synchronous; never raises where it is supported."""
+        self._refuse("statistics")
 
     @abc.abstractmethod
     def do_log_stats(self) -> None:

@@ -6,7 +6,9 @@ Pure but for the random seed and id suffix. Used by `AsyncLLM`.
 from __future__ import annotations
 
 import secrets
-from typing import Any
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, Final
 
 import msgspec
 
@@ -14,7 +16,27 @@ from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig
 
-__all__ = ["InputProcessor", "make_internal_id"]
+__all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "make_internal_id"]
+
+MAX_PROMPT_LOGPROBS: Final = 128 * 1024
+"""Log-probabilities of one request's prompts: about 20 MB of objects while the answer is put together."""
+
+
+def check_num_scores(name: str, num_prompt_tokens: int, num_top: int) -> None:
+    """
+    Args:
+        name: of the parameter that asks for them.
+        num_prompt_tokens: of all prompts of the request.
+
+    Raises:
+        InvalidRequestError: so many log-probabilities of prompts are more than one request may have.
+    """
+    if (wanted := num_prompt_tokens * (num_top + 1)) > MAX_PROMPT_LOGPROBS:
+        raise InvalidRequestError(
+            f"{name}: {num_prompt_tokens} prompt tokens with {num_top + 1} log-probabilities each are {wanted}, and "
+            f"the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer alternatives, or shorten the prompt",
+            name,
+        )
 
 
 def make_internal_id(external_id: str) -> str:
@@ -29,9 +51,19 @@ class InputProcessor:
         self._model = model
 
     def process(
-        self, prompt_token_ids: list[int], params: SamplingParams, *, request_id: str, priority: int = 0
+        self,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        priority: int = 0,
+        deadline_s: float | None = None,
+        bad_words_token_ids: list[list[int]] | None = None,
     ) -> EngineCoreRequest:
         """Make the engine's request; `request_id` is the internal id.
+
+        Args:
+            bad_words_token_ids: `params.bad_words` in tokens, as `Renderer.render_bad_words` gives them.
 
         Raises:
             InvalidRequestError: the prompt has no tokens, too many, or ids the model does not know; or the
@@ -49,12 +81,12 @@ class InputProcessor:
             raise InvalidRequestError(
                 f"min_tokens is {params.min_tokens}, but the context has room for {room} more tokens", "min_tokens"
             )
-        for token_id in params.stop_token_ids:
-            if token_id >= self._model.logits_width:
-                raise InvalidRequestError(
-                    f"stop_token_ids has {token_id}, but the model's ids end at {self._model.logits_width - 1}",
-                    "stop_token_ids",
-                )
+        bad_words = bad_words_token_ids or []
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("bad_words", chain.from_iterable(bad_words))
+        if params.prompt_logprobs is not None:
+            check_num_scores("prompt_logprobs", len(prompt_token_ids), params.prompt_logprobs)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError("priority must be a 64-bit integer", "priority")
         filled = msgspec.structs.replace(
@@ -63,7 +95,22 @@ class InputProcessor:
             # Chosen here and not in the engine: the same request can be computed again elsewhere, with the same tokens.
             seed=secrets.randbits(63) if params.seed is None else params.seed,
         )
-        return EngineCoreRequest(request_id, prompt_token_ids, filled, priority=priority)
+        return EngineCoreRequest(
+            request_id,
+            prompt_token_ids,
+            filled,
+            priority=priority,
+            deadline_s=deadline_s,
+            bad_words_token_ids=bad_words,
+        )
+
+    def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
+        for token_id in token_ids:
+            if token_id >= self._model.logits_width:
+                raise InvalidRequestError(
+                    f"{name} has the token id {token_id}, but the model's ids end at {self._model.logits_width - 1}",
+                    name,
+                )
 
     def _check_prompt(self, token_ids: Any) -> None:
         if not isinstance(token_ids, list) or not token_ids:

@@ -10,17 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import trio
 
-from trio_llm.errors import EngineDeadError, EngineGenerateError
-from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError
+from trio_llm.frontend.admission import AdmissionLedger
+from trio_llm.frontend.collector import RepeatingCollector, RequestOutputCollector
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.output_processor import OutputGap, OutputProcessor, ProcessedRow, RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.frontend.text.parallel_sampling import Family, fan_out
+from trio_llm.outputs import RequestOutput
 from trio_llm.wire.messages import (
     Abort,
     Ack,
     EngineCoreOutputs,
+    EngineCoreRequest,
     FromEngine,
     Progress,
     Ready,
@@ -33,13 +38,15 @@ logger = logging.getLogger(__name__)
 
 _SLICE_ROWS: Final = 128
 """Rows handled between two schedule points, so that a large batch does not keep other tasks waiting."""
+_MAX_EXPIRED: Final = 2
+"""After so many deadlines that passed while the reader stayed, a request is sent without one."""
 _MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024
 """Of memory, for one request: about ten thousand tokens that nobody reads."""
 
 
 @dataclass(slots=True, eq=False)
 class LiveRequest:
-    """A registered request with its mailbox and its clock."""
+    """A registered request with its mailbox and its clock. With n > 1 there is one a choice; all share the mailbox."""
 
     state: RequestState
     collector: RequestOutputCollector
@@ -62,15 +69,23 @@ class OutputHandler:
     """Drains the core client.
 
     Args:
+        ledger: is kept here.
         ack_steps: tell the engine how far this front end has come each so many steps.
     """
 
     def __init__(
-        self, core: CoreClient, recorder: StatisticsRecorder, hooks: OutputHandlerHooks, *, ack_steps: int
+        self,
+        core: CoreClient,
+        recorder: StatisticsRecorder,
+        hooks: OutputHandlerHooks,
+        *,
+        ledger: AdmissionLedger,
+        ack_steps: int,
     ) -> None:
         self._core = core
         self._recorder = recorder
         self._hooks = hooks
+        self._ledger = ledger
         self._ack_steps = ack_steps
         self._acknowledged = 0
         self._rows_since_checkpoint = 0
@@ -102,9 +117,46 @@ class OutputHandler:
 
     # --------------------------------------------------------------------------------- registration
 
+    def submit(self, request: EngineCoreRequest, external_id: str, arrived_s: float) -> LiveRequest:
+        """Register and queue what the engine has to compute for a request, which may ask for several choices.
+
+        Synchronous: everything is registered before anything is sent, and all of it is queued or nothing is left.
+
+        Returns:
+            The request, with n > 1 its first child: it stands for the whole answer.
+
+        Raises:
+            InvalidRequestError: it has no form on the wire.
+        """
+        assert self.processor is not None
+        kind, num_choices = request.params.output_kind, request.params.n
+        children = fan_out(request)
+        self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
+        family = Family([child.request_id for child in children], kind) if len(children) > 1 else None
+        is_repeated = len(children) < num_choices
+        collector = RepeatingCollector(kind, num_choices) if is_repeated else RequestOutputCollector(kind)
+        lives: list[LiveRequest] = []
+        for index, child in enumerate(children):
+            state = self.processor.add(child, external_id, index=index, family=family)
+            lives.append(LiveRequest(state, collector, RequestClock(arrived_s)))
+            self.register(lives[-1])
+        sent: list[str] = []
+        try:
+            for child in children:
+                self._core.send_nowait(child)
+                sent.append(child.request_id)
+        except CodecError as error:
+            for live in lives:
+                self.unregister(live.state)
+            if sent:
+                self._core.send_nowait(Abort(sent))
+            raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
+        return lives[0]
+
     def register(self, request: LiveRequest) -> None:
         """Before it is sent, so that no row can come for an unknown request."""
         self._requests[request.state] = request
+        self._ledger.add(request.state, request.state.num_prompt_tokens)
 
     def unregister(self, state: RequestState) -> None:
         """Forget a request that was never sent."""
@@ -113,24 +165,50 @@ class OutputHandler:
         self._forget(state)
 
     def leave(self, request: LiveRequest) -> None:
-        """The reader goes: its mailbox closes, and the engine is told unless the request is over. Synchronous."""
+        """The reader goes: its mailbox closes, and the engine is told what is unfinished. Synchronous.
+
+        With n > 1, `request` may be any of the choices: all end.
+        """
         request.collector.close()
-        if self.processor is not None and self.processor.bury(request.state):
-            self._recorder.request_finished(request.state, request.clock, "abort")
-            self._core.send_nowait(Abort([request.state.request.request_id]))
+        aborted: list[str] = []
+        self._bury_family(request.state, aborted)
+        if aborted:
+            self._core.send_nowait(Abort(aborted))
+
+    def resubmit(self, request: LiveRequest, seconds_left: float | None) -> None:
+        """Send again what the engine has dropped, uncomputed, of a request that is read on. Synchronous.
+
+        Args:
+            seconds_left: until nobody reads. Not heeded once it was wrong twice: each time costs the request its turn.
+        """
+        request.collector.must_resubmit = False
+        assert self.processor is not None
+        for state in self.processor.family_of(request.state):
+            if state.is_dropped and not state.is_tombstone and state in self._requests:
+                state.is_dropped = False
+                deadline_s = seconds_left if state.num_expired < _MAX_EXPIRED else None
+                state.request = msgspec.structs.replace(state.request, deadline_s=deadline_s)
+                self._core.send_nowait(state.request)
 
     def abort(self, external_id: str) -> int:
-        """End requests on demand; their readers get what was held back, finished by `abort`. Synchronous."""
+        """End requests on demand; their readers get what was held back, finished by `abort`. Synchronous.
+
+        Returns how many readers there were: with n > 1, all choices have one.
+        """
         if self.processor is None:
             return 0
-        states = self.processor.states_of(external_id)
-        for state in states:
+        ids_of_reader: dict[RequestOutputCollector, list[str]] = {}
+        for state in self.processor.states_of(external_id):
             request = self._requests[state]
-            request.collector.put(self.processor.finish(state))
+            output = self.processor.finish(state)
+            if output is not None:
+                request.collector.put(output)
             self.processor.bury(state)
             self._recorder.request_finished(state, request.clock, "abort")
-            self._core.send_nowait(Abort([state.request.request_id]))
-        return len(states)
+            ids_of_reader.setdefault(request.collector, []).append(state.request.request_id)
+        for ids in ids_of_reader.values():
+            self._core.send_nowait(Abort(ids))
+        return len(ids_of_reader)
 
     # ------------------------------------------------------------------------------------- messages
 
@@ -161,7 +239,8 @@ class OutputHandler:
                 break
             if processed is not None:
                 self._deliver(processed, aborted, now_s)
-            self._rows_since_checkpoint += 1
+            # Naming a prompt token's alternatives is work like that of a row.
+            self._rows_since_checkpoint += 1 if row.prompt_logprobs is None else len(row.prompt_logprobs)
             if self._rows_since_checkpoint >= _SLICE_ROWS:
                 self._rows_since_checkpoint = 0
                 await trio.lowlevel.checkpoint()
@@ -171,12 +250,18 @@ class OutputHandler:
     def _deliver(self, row: ProcessedRow, aborted: list[str], now_s: float) -> None:
         request = self._requests[row.state]
         if row.num_new_tokens:
+            if request.clock.first_token_s is None:
+                self._ledger.has_first_token(row.state)
             self._recorder.tokens(row.state, request.clock, row.num_new_tokens, now_s)
         unread_bytes = request.collector.put(row.output) if row.output is not None else 0
+        if row.is_dropped:
+            request.collector.must_resubmit = True
+            request.collector.put(_wake_up(row.state))
         if row.error is not None:
             # A cause is a bug of ours: its traceback is all there is to find it by.
             logger.warning("request %s failed: %s", row.state.external_id, row.error, exc_info=row.error.__cause__)
             request.collector.put_error(row.error)
+            self._bury_family(row.state, aborted)
         if row.finish_reason is not None:
             self._recorder.request_finished(row.state, request.clock, row.finish_reason)
         elif unread_bytes > _MAX_UNREAD_BYTES:
@@ -187,13 +272,19 @@ class OutputHandler:
             self._forget(row.state)
 
     def _give_up_on_reader(self, request: LiveRequest, unread_bytes: int, aborted: list[str]) -> None:
-        assert self.processor is not None
         request.collector.put_error(
             EngineGenerateError(f"{unread_bytes} bytes of output were not read, the limit is {_MAX_UNREAD_BYTES}")
         )
-        if self.processor.bury(request.state):
-            self._recorder.request_finished(request.state, request.clock, "abort")
-            aborted.append(request.state.request.request_id)
+        self._bury_family(request.state, aborted)
+
+    def _bury_family(self, state: RequestState, aborted: list[str]) -> None:
+        """Nobody reads this request and the other choices any more: those that are not over end, and join `aborted`."""
+        if self.processor is None:
+            return
+        for member in self.processor.family_of(state):
+            if self.processor.bury(member):
+                self._recorder.request_finished(member, self._requests[member].clock, "abort")
+                aborted.append(member.request.request_id)
 
     def _acknowledge(self, messages: list[FromEngine]) -> None:
         steps = [message.step for message in messages if isinstance(message, EngineCoreOutputs)]
@@ -203,6 +294,7 @@ class OutputHandler:
 
     def _forget(self, state: RequestState) -> None:
         self._requests.pop(state, None)
+        self._ledger.remove(state)
         self._hooks.on_request_gone()
 
     def give_up(self, error: EngineDeadError) -> None:
@@ -214,8 +306,14 @@ class OutputHandler:
                 request.collector.put_error(type(error)(*error.args))
                 self._recorder.request_finished(state, request.clock, "error")
         self._requests.clear()
+        self._ledger.clear()
         if self.processor is not None:
             self.processor.clear()
         self._recorder.engine_gone()
         self._recorder.flush()
         self._hooks.on_request_gone()
+
+
+def _wake_up(state: RequestState) -> RequestOutput:
+    """An output without a choice: the reader looks at its request, and does not pass it on."""
+    return RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [], False)

@@ -13,6 +13,7 @@ import msgspec
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from trio_llm.frontend.text.logprobs import make_token_logprobs
+from trio_llm.frontend.text.parallel_sampling import Family
 from trio_llm.frontend.text.stop import StopScanner
 from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from trio_llm.sampling import RequestOutputKind
@@ -37,15 +38,25 @@ class RequestState:
     kind: RequestOutputKind
     wants_logprobs: bool
     num_prompt_tokens: int
+    index: int = 0
+    """Of the choice that this request makes."""
+    family: Family | None = None
+    """With n > 1: what it has in common with the requests that make the other choices."""
     num_tokens: int = 0
     """Generated tokens taken from the engine so far; what the next row's `start` must be."""
     num_cached_tokens: int = 0
+    num_expired: int = 0
+    """How often the engine has dropped it, its deadline passed, before anything was computed."""
+    is_dropped: bool = False
+    """The engine has done so and does not have it now."""
     is_tombstone: bool = False
     """Nobody reads any more; rows on their way are dropped until the engine's last one comes."""
     text: list[str] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """All so far; not for DELTA, which keeps nothing it has given away."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """All so far, one a token of the prompt. None: not asked for, or given away."""
 
 
 class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
@@ -62,6 +73,8 @@ class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
     """It is over for its reader, but the engine does not know yet."""
     is_gone: bool = False
     """The engine's last row: the request is forgotten now."""
+    is_dropped: bool = False
+    """The engine has dropped it, uncomputed. It stays registered: its reader may send it again."""
 
 
 class OutputProcessor:
@@ -78,17 +91,27 @@ class OutputProcessor:
     def __len__(self) -> int:
         return len(self._states)
 
-    def add(self, request: EngineCoreRequest, external_id: str) -> RequestState:
-        """Register a request, before it is sent."""
+    def add(
+        self, request: EngineCoreRequest, external_id: str, *, index: int = 0, family: Family | None = None
+    ) -> RequestState:
+        """Register a request, before it is sent: with a family, the child that makes choice `index`."""
         params = request.params
         state = RequestState(
             request,
             external_id,
-            make_detokenizer(self._table, request.prompt_token_ids, skip_special_tokens=params.skip_special_tokens),
+            make_detokenizer(
+                self._table,
+                request.prompt_token_ids,
+                skip_special_tokens=params.skip_special_tokens,
+                spaces_between_special_tokens=params.spaces_between_special_tokens,
+            ),
             StopScanner(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None,
             params.output_kind,
             params.logprobs is not None,
             len(request.prompt_token_ids),
+            index,
+            family,
+            prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
         self._states[request.request_id] = state
         return state
@@ -104,15 +127,16 @@ class OutputProcessor:
         state.is_tombstone = True
         return True
 
-    def finish(self, state: RequestState) -> RequestOutput:
-        """The last output of a request that is aborted on demand: what was held back, and the finish reason `abort`."""
+    def finish(self, state: RequestState) -> RequestOutput | None:
+        """The last output of a request that is aborted on demand: what was held back, and the finish reason `abort`.
+
+        None: the reader gets it together with the other choices, which are not over.
+        """
         text = state.detokenizer.finish()
         if state.scanner is not None:
             text = state.scanner.feed(text) + state.scanner.finish()
-        news = CompletionOutput(0, text, [], [] if state.wants_logprobs else None, "abort")
-        output = _make_output(state, news)
-        assert output is not None
-        return output
+        news = CompletionOutput(state.index, text, [], [] if state.wants_logprobs else None, "abort")
+        return _make_output(state, news)
 
     def clear(self) -> None:
         """Forget every request: the engine is gone."""
@@ -121,6 +145,12 @@ class OutputProcessor:
     def states_of(self, external_id: str) -> list[RequestState]:
         """The requests that somebody still reads and that the caller calls so."""
         return [s for s in self._states.values() if s.external_id == external_id and not s.is_tombstone]
+
+    def family_of(self, state: RequestState) -> list[RequestState]:
+        """The requests that are known and make the choices of the same answer: this one, and with n > 1 the others."""
+        if state.family is None:
+            return [state]
+        return [known for child_id in state.family.child_ids if (known := self._states.get(child_id)) is not None]
 
     def process(self, row: EngineCoreOutput) -> ProcessedRow | None:
         """Take one row. None: there is nothing to do.
@@ -138,12 +168,18 @@ class OutputProcessor:
             raise OutputGap(
                 f"request {row.request_id} has {state.num_tokens} tokens and got a row that starts at {row.start}"
             )
+        if row.is_expired and not state.is_tombstone:
+            state.is_dropped = True
+            state.num_expired += 1
+            return ProcessedRow(state, is_dropped=True)
         if is_gone:
             del self._states[row.request_id]
         if state.is_tombstone:
             return ProcessedRow(state, is_gone=True) if is_gone else None
         if row.num_cached_tokens:
             state.num_cached_tokens = row.num_cached_tokens
+        if row.prompt_logprobs is not None:
+            return self._take_prompt_logprobs(state, row, row.prompt_logprobs)
         try:
             if row.finish_reason == "error":
                 raise EngineGenerateError(row.error or "the engine ended the request without a reason")
@@ -160,6 +196,28 @@ class OutputProcessor:
             must_abort=must_abort,
             is_gone=is_gone,
         )
+
+    def _take_prompt_logprobs(
+        self, state: RequestState, row: EngineCoreOutput, rows: list[LogprobRow]
+    ) -> ProcessedRow | None:
+        """Keep what the row adds of them: they go out together with the first token. Repeats are left out.
+
+        Raises:
+            OutputGap: as `process`.
+        """
+        known = state.prompt_logprobs
+        if known is None:
+            return None
+        if row.prompt_logprobs_start > len(known):
+            raise OutputGap(
+                f"request {row.request_id} has log-probabilities of {len(known)} prompt tokens "
+                f"and got a row that starts at {row.prompt_logprobs_start}"
+            )
+        try:
+            known += [make_token_logprobs(one, self._table) for one in rows[len(known) - row.prompt_logprobs_start :]]
+        except Exception as error:
+            return self._fail(state, error, is_gone=False)
+        return None
 
     def _fail(self, state: RequestState, error: Exception, *, is_gone: bool) -> ProcessedRow:
         if not isinstance(error, EngineGenerateError):
@@ -179,8 +237,17 @@ class OutputProcessor:
             text = state.detokenizer.feed(_visible(state, token_ids, row) if row.finish_reason else token_ids)
             if row.finish_reason is not None:
                 text += state.detokenizer.finish()
-            news = CompletionOutput(0, text, token_ids, None, row.finish_reason, row.stop_reason)
+            news = CompletionOutput(state.index, text, token_ids, None, row.finish_reason, row.stop_reason)
         state.num_tokens += len(news.token_ids)
+        if (
+            state.prompt_logprobs is not None
+            and news.token_ids
+            and len(state.prompt_logprobs) != state.num_prompt_tokens
+        ):
+            raise EngineGenerateError(
+                f"the engine gave log-probabilities for {len(state.prompt_logprobs)} of {state.num_prompt_tokens} "
+                "prompt tokens"
+            )
         if state.wants_logprobs:
             rows = row.logprobs[num_known:] if row.logprobs is not None else []
             news.logprobs = self._name_logprobs(rows, len(news.token_ids))
@@ -199,13 +266,13 @@ class OutputProcessor:
                 continue
             text += scanner.feed(new)
             if scanner.found is not None:
-                return CompletionOutput(0, text, token_ids[:count], None, "stop", scanner.found)
+                return CompletionOutput(state.index, text, token_ids[:count], None, "stop", scanner.found)
         if row.finish_reason is not None:
             text += scanner.feed(state.detokenizer.finish())
             if scanner.found is not None:
-                return CompletionOutput(0, text, token_ids, None, "stop", scanner.found)
+                return CompletionOutput(state.index, text, token_ids, None, "stop", scanner.found)
             text += scanner.finish()
-        return CompletionOutput(0, text, token_ids, None, row.finish_reason, row.stop_reason)
+        return CompletionOutput(state.index, text, token_ids, None, row.finish_reason, row.stop_reason)
 
     def _name_logprobs(self, rows: list[LogprobRow], num_tokens: int) -> list[TokenLogprobs]:
         if len(rows) < num_tokens:
@@ -222,7 +289,22 @@ def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput |
             return None
     elif not news.token_ids and not news.text and not is_last:
         return None
-    return RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [news], is_last)
+    output = RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [news], is_last)
+    if state.prompt_logprobs is not None:
+        _add_prompt_logprobs(state, output)
+    return state.family.finish(output) if is_last and state.family is not None else output
+
+
+def _add_prompt_logprobs(state: RequestState, output: RequestOutput) -> None:
+    """Unless the answer ends, by an abort, before its prompt is through."""
+    assert state.prompt_logprobs is not None
+    if len(state.prompt_logprobs) < state.num_prompt_tokens:
+        return
+    output.prompt_logprobs = state.prompt_logprobs
+    if state.kind is RequestOutputKind.DELTA:
+        state.prompt_logprobs = None
+    elif state.family is not None:
+        state.family.prompt_logprobs = state.prompt_logprobs
 
 
 def _accumulate(state: RequestState, news: CompletionOutput) -> CompletionOutput:
@@ -234,7 +316,7 @@ def _accumulate(state: RequestState, news: CompletionOutput) -> CompletionOutput
         return news
     logprobs = list(state.logprobs) if state.wants_logprobs else None
     return CompletionOutput(
-        0, "".join(state.text), list(state.token_ids), logprobs, news.finish_reason, news.stop_reason
+        state.index, "".join(state.text), list(state.token_ids), logprobs, news.finish_reason, news.stop_reason
     )
 
 

@@ -11,6 +11,9 @@ from collections.abc import Awaitable, Callable
 from types import TracebackType
 from typing import Literal
 
+import trio
+
+from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.output_handler import LiveRequest
 from trio_llm.outputs import RequestOutput
 
@@ -26,6 +29,7 @@ class GenerateStream:
         request_id: the caller's id.
         admit: checks and sends the request; raises if it is refused, leaving nothing behind.
         leave: tells the engine that nobody reads any more. Synchronous.
+        resubmit: sends again what the engine dropped when the deadline at the time had passed. Synchronous.
     """
 
     def __init__(
@@ -33,10 +37,12 @@ class GenerateStream:
         request_id: str,
         admit: Callable[[], Awaitable[LiveRequest]],
         leave: Callable[[LiveRequest], None],
+        resubmit: Callable[[LiveRequest, float | None], None],
     ) -> None:
         self._request_id = request_id
         self._admit = admit
         self._leave = leave
+        self._resubmit = resubmit
         self._stage: _Stage = "new"
         self._request: LiveRequest | None = None
 
@@ -49,12 +55,13 @@ class GenerateStream:
         return self._request_id
 
     async def __aenter__(self) -> GenerateStream:
-        """Check and send the request.
+        """Check and send the request, with the deadline of the cancel scopes around the caller.
 
         Cancellation: safe. If this raises, nothing was sent and nothing is registered.
 
         Raises:
             InvalidRequestError: the request can never work.
+            OverloadedError: the limits of this front end are reached.
             EngineUnavailableError: the engine is loading or draining.
             EngineDeadError: the engine is gone.
         """
@@ -88,6 +95,9 @@ class GenerateStream:
     async def __anext__(self) -> RequestOutput:
         """All that is new since the last time, as the request's `output_kind` says.
 
+        The engine drops a request whose deadline passes before it begins. Reading on shows that the deadline was moved:
+        then the request is sent again, with the new one.
+
         Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken; iterating may go on.
 
         Raises:
@@ -98,11 +108,21 @@ class GenerateStream:
             raise StopAsyncIteration
         if self._stage != "open" or self._request is None:
             raise RuntimeError(f"{self!r} cannot be read outside its block")
+        collector = self._request.collector
         try:
-            output = await self._request.collector.receive()
+            while True:
+                if collector.must_resubmit:
+                    await self._send_again(self._request)
+                output = await collector.receive()
+                if output.outputs:
+                    break  # else it was only to be seen that the engine has dropped the request
         except Exception:
             self._stage = "over"
             raise
         if output.finished:
             self._stage = "over"
         return output
+
+    async def _send_again(self, request: LiveRequest) -> None:
+        await trio.lowlevel.checkpoint()  # whoever is out of time goes here, and has nothing computed for it
+        self._resubmit(request, seconds_left())

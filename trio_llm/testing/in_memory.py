@@ -6,6 +6,7 @@ For tests: every frame goes through the real codec, time is Trio's clock (a Mock
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 
 import trio
 
@@ -14,7 +15,7 @@ from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import Executor
 from trio_llm.errors import EngineDeadError
 from trio_llm.wire.codec import decode_from_engine, decode_to_engine, encode
-from trio_llm.wire.messages import FromEngine, ToEngine
+from trio_llm.wire.messages import EngineCoreOutputs, FromEngine, ToEngine
 
 __all__ = ["InMemoryCoreClient"]
 
@@ -32,14 +33,23 @@ class InMemoryCoreClient:
 
     def __init__(self, executor: Executor, config: EngineConfig, *, step_s: float = 0.0) -> None:
         self.core = EngineCore(executor, config, epoch=_EPOCH)
-        self._step_s = step_s
+        self.step_s = step_s
+        """May be changed at any time, for the steps that come."""
+        self.on_sent: Callable[[ToEngine], None] = lambda message: None
+        """Gets each message to the engine. Must not raise."""
         self._inbox: deque[bytes] = deque()
         self._outbox: deque[bytes] = deque([encode(self.core.ready())])
         self._has_input = trio.Event()
         self._has_output = trio.Event()
         self._has_output.set()
         self._dead_reason: str | None = None
-        self._is_paused = False
+        self._resumed = trio.Event()
+        self._resumed.set()
+        self._drops_next_tokens = False
+
+    @property
+    def is_paused(self) -> bool:
+        return not self._resumed.is_set()
 
     async def run(self) -> None:
         try:
@@ -51,6 +61,7 @@ class InMemoryCoreClient:
 
     def send_nowait(self, message: ToEngine) -> None:
         self._inbox.append(encode(message))
+        self.on_sent(message)
         self._has_input.set()
 
     async def receive(self) -> list[FromEngine]:
@@ -65,34 +76,49 @@ class InMemoryCoreClient:
         return messages
 
     def kill(self, reason: str) -> None:
+        """End the engine; what it has sent still arrives. A step in flight is lost."""
         if self._dead_reason is None:
             self._dead_reason = reason
         self._has_input.set()
         self._has_output.set()
 
     def pause(self) -> None:
-        """Take no step and read no message, as an engine that hangs."""
-        self._is_paused = True
+        """Read no message, finish no step, as an engine that hangs."""
+        if not self.is_paused:
+            self._resumed = trio.Event()
 
     def resume(self) -> None:
         """Undo `pause`."""
-        self._is_paused = False
-        self._has_input.set()
+        self._resumed.set()
 
     def inject(self, frame_of: FromEngine) -> None:
         """Put a message into the output path, as if the engine had sent it."""
         self._outbox.append(encode(frame_of))
         self._has_output.set()
 
+    def drop_next_frame(self) -> None:
+        """Lose the next message that has tokens."""
+        self._drops_next_tokens = True
+
     async def _turn(self) -> None:
-        while self._inbox and not self._is_paused:
+        if self.is_paused:
+            await self._resumed.wait()
+        while self._inbox:
             self.core.handle(decode_to_engine(self._inbox.popleft()), trio.current_time())
-        if self._is_paused or not self.core.is_busy:
+        if not self.core.is_busy:
             self._has_input = trio.Event()
             await self._has_input.wait()
             return
         outputs = self.core.step(trio.current_time())
-        if outputs is not None:
+        await trio.sleep(self.step_s)
+        if self.is_paused:
+            await self._resumed.wait()
+        if outputs is not None and self._dead_reason is None and not self._is_lost(outputs):
             self._outbox.append(encode(outputs))
             self._has_output.set()
-        await trio.sleep(self._step_s)
+
+    def _is_lost(self, outputs: EngineCoreOutputs) -> bool:
+        if not (self._drops_next_tokens and any(row.new_token_ids for row in outputs.outputs)):
+            return False
+        self._drops_next_tokens = False
+        return True

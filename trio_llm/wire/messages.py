@@ -39,7 +39,7 @@ PlainValue = None | bool | int | float | str
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
-    """Base: an array with the tag in front, defaults left off at the end. Plain data, so the collector need not look."""
+    """Base: an array with the tag in front, defaults left off at the end. Plain data: the collector need not look."""
 
 
 # ------------------------------------------------------------------------------------- to the engine
@@ -59,6 +59,8 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     """Seconds left, at sending, until nobody reads the answer; what still waits then is dropped."""
     output_token_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens that an earlier incarnation generated already: the answer goes on after them."""
+    bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+    """`params.bad_words` in tokens, each in one or several ways; none of these may come to stand in the answer."""
 
 
 class Abort(_Message, frozen=True, gc=False, tag="abort"):
@@ -112,6 +114,13 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     """Why, for the finish reason `error`."""
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed; in the first row of a request."""
+    prompt_logprobs: list[LogprobRow] | None = None
+    """Of prompt tokens, if asked for, the prompt's own one in the place of the sampled. Such rows have no new tokens;
+    all of them come before the first row that has."""
+    prompt_logprobs_start: int = 0
+    """Index of the first of `prompt_logprobs` among the prompt's tokens. Index 0 has none: nothing comes before it."""
+    is_expired: bool = False
+    """The deadline passed before anything was computed; finish reason `error`. It may come again."""
 
 
 class SchedulerStats(_Message, frozen=True, gc=False):

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -23,13 +24,13 @@ def make_executor(fake: FakeEngineConfig | None = None, *, num_blocks: int = 16)
 
 
 def make_sequence(
-    prompt: list[int], block_ids: list[int], *, request_id: str = "a", logprobs: int | None = None
+    prompt: list[int], block_ids: list[int], *, request_id: str = "a", logprobs: int | None = None, **params: Any
 ) -> Sequence:
     return Sequence(
         request_id=request_id,
         token_ids=list(prompt),
         num_prompt_tokens=len(prompt),
-        params=SamplingParams(max_tokens=99, logprobs=logprobs),
+        params=SamplingParams(max_tokens=99, logprobs=logprobs, **params),
         block_ids=block_ids,
     )
 
@@ -74,6 +75,16 @@ def test_another_prompt_gives_other_tokens(prompt: list[int]) -> None:
     one = generate(executor, make_sequence([5, 6], [0, 1, 2]), 8)
 
     assert generate(executor, make_sequence(prompt, [3, 4, 5], request_id="b"), 8) != one
+
+
+def test_the_seed_changes_the_tokens_above_temperature_0_alone() -> None:
+    def run_with(**params: Any) -> list[int]:
+        return generate(make_executor(), make_sequence([5, 6], [0, 1, 2], **params), 8)
+
+    sampled = [run_with(seed=seed) for seed in (7, 7, 8, -(2**63))]
+    assert sampled[0] == sampled[1]
+    assert len(set(map(tuple, sampled))) == 3
+    assert run_with(seed=7, temperature=0) == run_with(seed=8, temperature=0) == run_with(temperature=0)
 
 
 def test_chunks_do_not_change_the_tokens() -> None:

@@ -47,9 +47,18 @@ class Pause:
     seconds: float
 
 
+@dataclass(frozen=True)
+class Of:
+    """Something of one choice of several. Other steps are of choice 0."""
+
+    index: int
+    step: str | Held | End
+
+
 HANG = "hang"
-Step = str | Held | End | Pause | Exception | trio.Event
-"""Text of one token; an error to raise; an event to wait for; HANG waits for an abort."""
+Step = str | Held | End | Of | Pause | Exception | trio.Event
+"""Text of one token; an error to raise; an event to wait for; HANG waits for an abort. With n > 1 each choice needs an
+end."""
 
 MODEL_CONFIG = ModelConfig(
     model_dir="/models/tiny",
@@ -81,6 +90,13 @@ class FakeRenderer:
         ids = [ord(character) % 256 for character in prompt]
         return [1, *ids] if add_special_tokens else ids
 
+    async def render_text(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        await trio.lowlevel.checkpoint()
+        return "".join(map(self.token_text, token_ids[skip_special_tokens and token_ids[0] == 1 :]))
+
+    def token_text(self, token_id: int) -> str:
+        return "<s>" if token_id == 1 else chr(token_id)
+
     async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
         await trio.lowlevel.checkpoint()
         return [ord(character) % 256 for character in CHAT_TEMPLATE.render(messages, **options)]
@@ -96,6 +112,11 @@ class Asked:
     left: trio.Event = field(default_factory=trio.Event)
     """The block of the stream was left."""
     was_finished: bool = False
+    unfinished: set[int] = field(default_factory=set)
+    """Choices that have not had their end."""
+
+    def __post_init__(self) -> None:
+        self.unfinished.update(range(self.params.n))
 
 
 class FakeClient(EngineClient):
@@ -258,7 +279,7 @@ class _FakeStream:
         has_waited = False
         while True:
             if self.aborted.is_set():
-                return self._output("", [], End(finish_reason="abort"))
+                return self._output("", [], End(finish_reason="abort"), min(self.asked.unfinished))
             if not self.script:
                 raise StopAsyncIteration
             step = self.script[0]
@@ -281,41 +302,53 @@ class _FakeStream:
         self.script.pop(0)
         if isinstance(step, Exception):
             raise step
-        if isinstance(step, End):
-            return self._output(step.text, [step.text] if step.text else [], step)
-        if isinstance(step, Held):
-            return self._output("", [step.token], None)
-        assert isinstance(step, str)
-        return self._output(step, [step], None)
+        if isinstance(step, Of):
+            return self._output_of(step.index, step.step)
+        assert isinstance(step, str | Held | End)
+        return self._output_of(0, step)
 
-    def _output(self, text: str, tokens: list[str], end: End | None) -> RequestOutput:
+    def _output_of(self, index: int, step: str | Held | End) -> RequestOutput:
+        if isinstance(step, End):
+            return self._output(step.text, [step.text] if step.text else [], step, index)
+        if isinstance(step, Held):
+            return self._output("", [step.token], None, index)
+        return self._output(step, [step], None, index)
+
+    def _output(self, text: str, tokens: list[str], end: End | None, index: int) -> RequestOutput:
         wanted = self.asked.params.logprobs
         completion = CompletionOutput(
-            index=0,
+            index=index,
             text=text,
             token_ids=[len(token) for token in tokens],
             logprobs=None if wanted is None else [_logprobs(token, wanted) for token in tokens],
             finish_reason=end.finish_reason if end else None,
             stop_reason=end.stop_reason if end else None,
         )
-        self.asked.was_finished = end is not None
+        if end is not None:
+            self.asked.unfinished.remove(index)
+            self.asked.was_finished = not self.asked.unfinished
         return RequestOutput(
             request_id=self.asked.request_id,
             num_prompt_tokens=self.client.num_prompt_tokens,
             num_cached_tokens=self.client.num_cached_tokens,
             outputs=[completion],
-            finished=end is not None,
+            finished=self.asked.was_finished,
         )
 
 
 def _append(whole: RequestOutput, more: RequestOutput) -> None:
-    one, new = whole.outputs[0], more.outputs[0]
+    whole.finished = more.finished
+    (new,) = more.outputs
+    known = [choice for choice in whole.outputs if choice.index == new.index]
+    if not known:
+        whole.outputs = sorted([*whole.outputs, new], key=lambda choice: choice.index)
+        return
+    (one,) = known
     one.text += new.text
     one.token_ids += new.token_ids
     if new.logprobs is not None:
         one.logprobs = [*(one.logprobs or []), *new.logprobs]
     one.finish_reason, one.stop_reason = new.finish_reason, new.stop_reason
-    whole.finished = more.finished
 
 
 def _logprobs(token: str, top: int) -> TokenLogprobs:

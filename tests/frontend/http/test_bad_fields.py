@@ -12,7 +12,14 @@ import trio
 from tests.frontend.http.fake_client import FakeClient
 from tests.frontend.http.server import CHAT, COMPLETION, Connection, open_server
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
-from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from trio_llm.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
+    MAX_BAD_WORDS,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 
 class Raw(str):
@@ -41,25 +48,26 @@ SHARED: dict[str, list[Any]] = {
     "ignore_eos": NOT_BOOLS,
     "include_stop_str_in_output": NOT_BOOLS,
     "skip_special_tokens": NOT_BOOLS,
+    "timeout": [-1, 0, 86401, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "request_id": [*NOT_TEXT, "", "a b", "a\n", "a" * 129, "é"],
-    "n": [0, -1, 2, 1.5, HUGE, *NOT_NUMBERS],
+    "n": [0, -1, MAX_N + 1, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "best_of": [2, True],
     "presence_penalty": [0.5, -3, HUGE, *NOT_NUMBERS],
     "frequency_penalty": [0.5, *NOT_NUMBERS],
     "repetition_penalty": [0, 1.1, *NOT_NUMBERS],
     "min_p": [0.1, -1, *NOT_NUMBERS],
     "logit_bias": [{"1": 1}, [], "", 1],
-    "bad_words": [["a"], "", 1],
-    "allowed_token_ids": [[], [1], 1],
+    "bad_words": ["a", "", 1, {}, [""], [1], ["a"] * (MAX_BAD_WORDS + 1), ["x" * (MAX_BAD_WORD_CHARS + 1)]],
+    "allowed_token_ids": [[], 1, "", {}, [-1], ["a"], [1.5], [True], [HUGE], [1] * (MAX_ALLOWED_TOKEN_IDS + 1)],
     "logprob_token_ids": [[1]],
-    "prompt_logprobs": [0, 1, -1],
+    "prompt_logprobs": [-1, 21, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "spaces_between_special_tokens": NOT_BOOLS,
     "prompt_embeds": ["", "x"],
     "use_beam_search": [True, 0, 1],
     "response_format": [{}, {"type": "json_object"}, {"type": "json_schema"}, "", 1],
     "structured_outputs": [{}, {"json": {}}],
     "guided_json": [{}],
-    "echo": [True, 0],
-    "return_token_ids": [True],
+    "return_token_ids": NOT_BOOLS,
     "priority": [1, -1, HUGE],
     "cache_salt": ["", "x"],
 }
@@ -75,11 +83,13 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "add_generation_prompt": NOT_BOOLS,
     "continue_final_message": NOT_BOOLS,
     "add_special_tokens": [True],
+    "echo": [True, 0],
 }
 COMPLETION_ONLY: dict[str, list[Any]] = {
     "logprobs": [-1, 21, 1.5, HUGE, *NOT_NUMBERS],
     "suffix": ["x", 1],
     "add_special_tokens": NOT_BOOLS,
+    "echo": NOT_BOOLS,
 }
 
 
@@ -161,6 +171,7 @@ PAIRS: list[tuple[dict[str, Any], str]] = [
     ({"stream": False, "stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
     ({"top_logprobs": 3}, "top_logprobs"),
+    ({"stream": True, "prompt_logprobs": 0}, "prompt_logprobs"),
     ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),

@@ -332,25 +332,34 @@ REFUSED = {
     "nonsense": (b"nonsense", 400),
     "many headers": (b"GET /version HTTP/1.1\r\nhost: x" + b"\r\na: b" * 100, 431),
     "a long header": (b"GET /version HTTP/1.1\r\nhost: x\r\na: " + b"x" * 200_000, 431),
+    "a long header at once": (b"GET /version HTTP/1.1\r\nhost: x\r\na: " + b"x" * http1.MAX_HEAD_BYTES, 431),
+    "a long target": (b"GET /" + b"x" * http1.MAX_HEAD_BYTES + b" HTTP/1.1\r\nhost: x", 431),
     "HTTP/0.9": (b"GET /version HTTP/0.9\r\nhost: x", 505),
     "HTTP/2.0": (b"GET /version HTTP/2.0\r\nhost: x", 505),
     "HTTP/3.0": (b"GET /version HTTP/3.0\r\nhost: x", 505),
 }
 
 
+@pytest.mark.parametrize("is_pipelined", [False, True])
 @pytest.mark.parametrize(("head", "status"), REFUSED.values(), ids=REFUSED)
 async def test_a_request_that_is_not_fit_to_be_read_gets_an_error_and_a_closed_connection(
-    head: bytes, status: int
+    head: bytes, status: int, is_pipelined: bool
 ) -> None:
-    async with open_server(FakeClient()) as server, server.connect() as connection:
-        await connection.request("GET", "/version")
-        await connection.reply()
+    go_on = trio.Event()
+    client = FakeClient(go_on, End("slow"))
+    async with open_server(client) as server, server.connect() as connection:
+        if is_pipelined:
+            await connection.send(post_chat())
+            await wait_entered(client)
         await connection.send(head + b"\r\n\r\n")
+        await trio.testing.wait_all_tasks_blocked()
+        go_on.set()
 
         seen = await read_until(connection, b'"code"')
         await connection.wait_closed()
 
-    shown, _, body = seen.partition(b"\r\n\r\n")
+    assert seen.count(b"HTTP/1.1 ") == 1 + is_pipelined
+    shown, _, body = seen[seen.rindex(b"HTTP/1.1 ") :].partition(b"\r\n\r\n")
     assert shown.startswith(b"HTTP/1.1 %d " % status)
     assert b"connection: close" in shown.lower()
     assert b"x-request-id: " in shown.lower()

@@ -15,6 +15,7 @@ SERVER_ERRORS = [
     errors.EngineError,
     errors.EngineGenerateError,
     errors.EngineUnavailableError,
+    errors.RequestTimeoutError,
     errors.EngineDeadError,
     errors.EngineStartupError,
     errors.NotSupportedError,

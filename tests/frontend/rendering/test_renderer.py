@@ -239,3 +239,14 @@ def test_the_text_modules_import_no_tokenizer_library() -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
 
     assert done.stderr.strip() == ""
+
+
+async def test_a_bad_word_that_the_tokenizer_makes_nothing_of_is_refused() -> None:
+    tokenizer = load_tokenizer(tiny_tokenizers.wordpiece_json())
+    renderer = Renderer(tokenizer, ChatTemplate("x"), max_model_len=100)
+
+    with pytest.raises(InvalidRequestError) as refused:
+        await renderer.render_bad_words(["hello", " "])
+
+    assert refused.value.param == "bad_words"
+    assert await renderer.render_bad_words(["hello"]) == [tokenizer.encode("hello", add_special_tokens=False)]

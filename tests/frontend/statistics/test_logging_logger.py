@@ -65,3 +65,15 @@ def test_two_lines_in_the_same_moment_do_not_divide_by_zero(
     logger.log()
 
     assert len(caplog.messages) == 1
+
+
+def test_refused_requests_are_counted_in_the_line_and_break_the_silence(
+    logger: LoggingStatLogger, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger.record_rejection("max_num_queued_reqs")
+    logger.record_rejection("max_num_queued_tokens")
+    clock.now += 10
+    logger.log()
+    logger.log()
+
+    assert [line.endswith(", refused 2") for line in caplog.messages] == [True, False]

@@ -20,7 +20,9 @@ def samples(logger: PrometheusStatLogger) -> dict[tuple[str, str], float]:
     for family in text_string_to_metric_families(body.decode()):
         for sample in family.samples:
             labels = dict(sample.labels)
-            if family.name.startswith("vllm:"):
+            if family.name == "vllm:admission_rejections":
+                assert labels["model_name"] == LABELS["model_name"]
+            elif family.name.startswith("vllm:"):
                 assert LABELS.items() <= labels.items(), sample
             rest = [value for name, value in labels.items() if name not in LABELS]
             found[sample.name, rest[0] if rest else ""] = sample.value
@@ -52,6 +54,8 @@ def test_before_anything_happens_every_series_is_there_and_zero() -> None:
         assert values[f"vllm:{name}_total", ""] == 0
     for reason in ("stop", "length", "abort", "error"):
         assert values["vllm:request_success_total", reason] == 0
+    for reason in ("max_num_queued_reqs", "max_num_queued_tokens"):
+        assert values["vllm:admission_rejections_total", reason] == 0
     for name in (
         "time_to_first_token_seconds",
         "inter_token_latency_seconds",
@@ -149,3 +153,15 @@ def test_size_buckets_end_at_the_length_of_the_model() -> None:
     bounds = [bound for name, bound in samples(logger) if name == "vllm:request_prompt_tokens_bucket"]
 
     assert bounds == ["1.0", "2.0", "5.0", "10.0", "20.0", "50.0", "100.0", "200.0", "+Inf"]
+
+
+def test_refusals_are_counted_by_reason() -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record_rejection("max_num_queued_reqs")
+    logger.record_rejection("max_num_queued_reqs")
+    logger.record_rejection("max_num_queued_tokens")
+
+    values = samples(logger)
+
+    assert values["vllm:admission_rejections_total", "max_num_queued_reqs"] == 2
+    assert values["vllm:admission_rejections_total", "max_num_queued_tokens"] == 1

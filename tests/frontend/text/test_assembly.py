@@ -29,9 +29,10 @@ def output(
     finish_reason: FinishReason | None = None,
     logprobs: bool = False,
     num_prompt_tokens: int = 4,
+    index: int = 0,
 ) -> RequestOutput:
     positions = [position(token) for token in tokens] if logprobs else None
-    completion = CompletionOutput(0, text, tokens, positions, finish_reason)
+    completion = CompletionOutput(index, text, tokens, positions, finish_reason)
     return RequestOutput("r", num_prompt_tokens, 1, [completion], finish_reason is not None)
 
 
@@ -97,6 +98,35 @@ def test_an_output_after_the_end_is_an_error() -> None:
 
     with pytest.raises(EngineGenerateError, match="after the last one"):
         assembler.feed(0, output("b", [2]))
+
+
+def test_choices_are_counted_prompt_by_prompt() -> None:
+    assembler = Assembler(num_prompts=2, choices_per_prompt=3)
+
+    events = assembler.feed(1, output("x", [1], index=2, finish_reason="stop"))
+    events += assembler.feed(0, output("y", [1], index=1, finish_reason="length"))
+
+    assert events[:6] == [ChoiceStarted(index) for index in range(6)]
+    assert events[6:] == [ChoiceFinished(5, "x", None, "stop", None), ChoiceFinished(1, "y", None, "length", None)]
+    assert not assembler.is_finished
+
+
+def test_the_prompt_of_several_choices_is_counted_once_and_their_tokens_are_added_up() -> None:
+    assembler = Assembler(choices_per_prompt=2)
+    assembler.feed(0, output("a", [1, 2], index=1, finish_reason="stop"))
+    assembler.feed(0, output("b", [3], index=0, finish_reason="stop"))
+
+    assert assembler.usage == Usage(num_prompt_tokens=4, num_cached_tokens=1, num_output_tokens=3)
+    assert assembler.is_finished
+
+
+def test_only_the_choice_that_is_over_may_get_nothing_more() -> None:
+    assembler = Assembler(choices_per_prompt=2)
+    assembler.feed(0, output("a", [1], index=0, finish_reason="stop"))
+
+    assert assembler.feed(0, output("b", [2], index=1)) == [TextDelta(1, "b", None)]
+    with pytest.raises(EngineGenerateError, match="after the last one"):
+        assembler.feed(0, output("c", [3], index=0))
 
 
 @settings(max_examples=60)

@@ -336,3 +336,20 @@ def test_a_long_row_of_invalid_bytes_without_a_table_loses_none() -> None:
         shown + stream.finish() + stream.feed([ODD.encode("a", add_special_tokens=False)[-1]])
         == REPLACEMENT * 100 + "a"
     )
+
+
+def test_special_tokens_that_follow_each_other_can_be_joined_without_spaces() -> None:
+    (special,) = WORDPIECE.table.special_ids
+    (word,) = WORDPIECE.encode("hello", add_special_tokens=False)
+    name = decode(WORDPIECE, [special], skip_special_tokens=False)
+    ids = [word, special, special, word, word]
+
+    def text(*, skip: bool, spaces: bool) -> str:
+        stream = make_detokenizer(WORDPIECE.table, [], skip_special_tokens=skip, spaces_between_special_tokens=spaces)
+        return feed_all(stream, [[i] for i in ids])
+
+    spaced = text(skip=False, spaces=True)
+
+    assert f"{name} {name}" in spaced
+    assert text(skip=False, spaces=False) == spaced.replace(f"{name} {name}", name + name)
+    assert text(skip=True, spaces=False) == text(skip=True, spaces=True)

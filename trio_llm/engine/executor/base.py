@@ -33,6 +33,18 @@ class ScheduledChunk:
     samples: bool
     """The chunk reaches the last known token: the next one is sampled from its last row."""
 
+    @property
+    def scored(self) -> range:
+        """Positions of the prompt tokens whose log-probabilities this chunk gives: its rows come right before them.
+
+        Empty unless the request asked for them. To be read before the plan is committed.
+        """
+        sequence = self.sequence
+        if sequence.params.prompt_logprobs is None:
+            return range(0)
+        start = max(self.start + 1, sequence.num_scored_tokens)
+        return range(start, max(start, min(self.start + self.count + 1, sequence.num_prompt_tokens)))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -62,6 +74,8 @@ class RowError:
 class StepResult:
     sampled: tuple[SampledToken | RowError, ...]
     """One a chunk with `samples`, in the plan's order."""
+    scored: tuple[list[LogprobRow], ...] = ()
+    """One a chunk with `scored` positions, in the plan's order; one row a position."""
 
 
 ProgressCallback = Callable[[str, int, int], None]
@@ -75,7 +89,7 @@ class Executor(Protocol):
     def info(self) -> ModelConfig: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens, write their K and V into the blocks, sample where asked.
+        """Compute the plan's tokens, write their K and V into the blocks, sample and score where asked.
 
         Raises:
             Exception: the device is lost; the engine ends. A fault of one row is a `RowError` in the result.

@@ -22,6 +22,7 @@ from trio_llm.engine.executor.base import (
     StepPlan,
     StepResult,
 )
+from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.version import __version__
 from trio_llm.wire.messages import LogprobRow, ModelConfig
@@ -69,10 +70,10 @@ class _Run:
 class FakeExecutor:
     """Pretends to compute.
 
-    A token depends on the whole prompt and its index in the answer, never on batch, chunks or preemption, and
-    is never an end-of-sequence id, unless a script says so. What is known of a prompt hangs on the blocks
-    "written", as K and V would: a plan that skips or repeats a position, leaves the block table, or uses blocks
-    that another sequence has overwritten, is refused.
+    A token depends on the whole prompt, its index in the answer and, above temperature 0, the seed; never on batch,
+    chunks or preemption. It is never an end-of-sequence id, unless a script says so. What is known of a prompt hangs
+    on the blocks "written", as K and V would: a plan that skips or repeats a position, leaves the block table, or uses
+    blocks that another sequence has overwritten, is refused.
     """
 
     def __init__(
@@ -114,7 +115,8 @@ class FakeExecutor:
             raise RuntimeError(f"the fake device is lost at step {self._num_steps}, as fail_at_step says")
         runs = [self._compute(chunk) for chunk in plan.chunks]
         return StepResult(
-            tuple(self._sample(chunk, run) for chunk, run in zip(plan.chunks, runs, strict=True) if chunk.samples)
+            tuple(self._sample(chunk, run) for chunk, run in zip(plan.chunks, runs, strict=True) if chunk.samples),
+            tuple(self._score(chunk) for chunk in plan.chunks if chunk.scored),
         )
 
     # ------------------------------------------------------------------------------------- the cache
@@ -153,18 +155,48 @@ class FakeExecutor:
     # ---------------------------------------------------------------------------------------- tokens
 
     def _sample(self, chunk: ScheduledChunk, run: _Run) -> SampledToken | RowError:
-        sequence, fake = chunk.sequence, self._fake
-        first = sequence.token_ids[0]
+        sequence = chunk.sequence
+        if fault := self._find_fault(sequence):
+            return fault
         index = chunk.start + chunk.count - sequence.num_prompt_tokens
-        if first == fake.failing_row_prompt:
-            return RowError(f"the fake device fails rows whose prompt starts with token {first}")
-        if first == fake.faulty_token_prompt:
-            token_id = -1
-        elif fake.script:
-            token_id = fake.script[index % len(fake.script)]
-        else:
-            token_id = self._choices[(_mix(run.prompt_digest, index) >> 32) % len(self._choices)]
+        token_id = self._choose(sequence, run.prompt_digest, index)
+        if sequence.params.allowed_token_ids is not None or sequence.bad_words:
+            allowed_id = self._nearest_allowed(token_id, sequence)
+            if allowed_id is None:
+                return RowError(NOTHING_LEFT)
+            token_id = allowed_id
         return SampledToken(token_id, self._logprobs(token_id, index, sequence.params.logprobs))
+
+    def _nearest_allowed(self, token_id: int, sequence: Sequence) -> int | None:
+        """The id itself, or else the next one, going round, that the request lets be sampled; ends only for want of
+        others."""
+        width, eos = self._fake.logits_width, self._fake.eos_token_ids
+        allowed = sequence.params.allowed_token_ids
+        left = {i for i in (range(width) if allowed is None else allowed) if i < width} - banned_tokens(sequence, eos)
+        if token_id in left:
+            return token_id
+        return min(left - set(eos) or left, key=lambda one: (one - token_id) % width, default=None)
+
+    def _score(self, chunk: ScheduledChunk) -> list[LogprobRow]:
+        token_ids, num_top = chunk.sequence.token_ids, chunk.sequence.params.prompt_logprobs
+        rows = [self._logprobs(token_ids[position], position, num_top) for position in chunk.scored]
+        return [row for row in rows if row is not None]
+
+    def _find_fault(self, sequence: Sequence) -> SampledToken | RowError | None:
+        """What this row gives in place of a token, if it is to fail. A subclass may have other faults."""
+        first = sequence.token_ids[0]
+        if first == self._fake.failing_row_prompt:
+            return RowError(f"the fake device fails rows whose prompt starts with token {first}")
+        return SampledToken(-1) if first == self._fake.faulty_token_prompt else None
+
+    def _choose(self, sequence: Sequence, prompt_digest: int, index: int) -> int:
+        """The token at `index` of an answer. A subclass may have other answers."""
+        if self._fake.script:
+            return self._fake.script[index % len(self._fake.script)]
+        seed = sequence.params.seed
+        if seed is not None and not sequence.params.is_greedy:
+            prompt_digest = _mix(prompt_digest, seed)
+        return self._choices[(_mix(prompt_digest, index) >> 32) % len(self._choices)]
 
     def _logprobs(self, token_id: int, index: int, num_top: int | None) -> LogprobRow | None:
         """A distribution where each rank is half as likely as the one before; the sampled token has rank 1 or 2."""

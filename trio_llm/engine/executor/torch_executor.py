@@ -7,6 +7,7 @@ failed leaves nothing behind but slots that are written again.
 from __future__ import annotations
 
 import platform
+from typing import Final
 
 import torch
 import transformers
@@ -20,9 +21,10 @@ from trio_llm.engine.executor.base import (
     StepPlan,
     StepResult,
 )
-from trio_llm.engine.models.causal_lm import CausalLM, load_causal_lm
+from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates, load_causal_lm
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.ops.attention import BLOCK_SIZE
+from trio_llm.engine.sampling.logprobs import logprob_rows
 from trio_llm.engine.sampling.sampler import sample, sampling_row
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.worker.batch import build_batch
@@ -31,12 +33,14 @@ from trio_llm.engine.worker.machine import usable_cpus
 from trio_llm.errors import EngineStartupError
 from trio_llm.sampling import SamplingParams
 from trio_llm.version import __version__
-from trio_llm.wire.messages import ModelConfig
+from trio_llm.wire.messages import LogprobRow, ModelConfig
 
 __all__ = ["TorchExecutor", "load_torch"]
 
 _WARM_UP_TOKENS = BLOCK_SIZE
 _LOAD_STAGES = 3
+_SCORE_SLICE_BYTES: Final = 32 * 1024 * 1024
+"""Of float32 logits that log-probabilities of prompts are made from at once; a few times as much is in use."""
 
 
 class TorchExecutor:
@@ -72,7 +76,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens and sample where asked.
+        """Compute the plan's tokens; sample and score where asked.
 
         A row without a finite score, or without any token left to choose, is a `RowError`.
 
@@ -82,12 +86,36 @@ class TorchExecutor:
         if not plan.chunks:
             return StepResult(())
         batch = build_batch(plan, self._model.device)
-        logits = self._model.forward(
-            batch.token_ids, batch.positions, batch.logits_rows, kv=self._kv, attention=batch.attention
-        )
+        inputs = batch.token_ids, batch.positions, batch.logits_rows
+        scored: tuple[list[LogprobRow], ...] = ()
+        if any(chunk.sequence.params.prompt_logprobs is not None and chunk.scored for chunk in plan.chunks):
+            logits, hidden = self._model.forward_and_keep(*inputs, kv=self._kv, attention=batch.attention)
+            scored = self._score(plan, hidden)
+        else:
+            logits = self._model.forward(*inputs, kv=self._kv, attention=batch.attention)
         rows = [sampling_row(chunk.sequence, self._info.eos_token_ids) for chunk in plan.chunks if chunk.samples]
         results: list[SampledToken | RowError] = sample(logits, rows) if rows else []
-        return StepResult(tuple(results))
+        return StepResult(tuple(results), scored)
+
+    def _score(self, plan: StepPlan, hidden: HiddenStates) -> tuple[list[LogprobRow], ...]:
+        """Log-probabilities of the prompt tokens that the plan's chunks score, a bounded number of rows at a time."""
+        slice_rows = max(1, _SCORE_SLICE_BYTES // (4 * self._model.logits_width))
+        scored: list[list[LogprobRow]] = []
+        first = 0  # row of the chunk's first token in the batch
+        for chunk in plan.chunks:
+            positions, num_top = chunk.scored, chunk.sequence.params.prompt_logprobs
+            if positions and num_top is not None:
+                scores: list[LogprobRow] = []
+                for begin in range(positions.start, positions.stop, slice_rows):
+                    part = range(begin, min(begin + slice_rows, positions.stop))
+                    # The row of position p is what the model says about position p + 1.
+                    rows = torch.arange(part.start, part.stop, device=self._model.device) + (first - chunk.start - 1)
+                    logits = self._model.logits_at(hidden, rows)
+                    token_ids = chunk.sequence.token_ids[part.start : part.stop]
+                    scores += logprob_rows(logits, token_ids, [num_top] * len(part))
+                scored.append(scores)
+            first += chunk.count
+        return tuple(scored)
 
     def warm_up(self) -> None:
         """Run a short prompt and a decode step, so that no request pays for what torch does once.

@@ -6,6 +6,7 @@ ours. Used by the torch executor. What cannot run exactly is refused at start-up
 
 from __future__ import annotations
 
+import copy
 import inspect
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +29,7 @@ from trio_llm.engine.models.paged_attention import (
 )
 from trio_llm.errors import EngineStartupError
 
-__all__ = ["CausalLM", "KVShape", "load_causal_lm"]
+__all__ = ["CausalLM", "HiddenStates", "KVShape", "load_causal_lm"]
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -49,6 +50,14 @@ class KVShape:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class HiddenStates:
+    """What the layers of a model gave in one step, before its head."""
+
+    base_output: Any
+    """Of the model without its head; `last_hidden_state` is [1, T, hidden]."""
+
+
 class CausalLM:
     """A loaded model. Not thread-safe: one step at a time.
 
@@ -62,6 +71,8 @@ class CausalLM:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.config: Any = model.config.get_text_config()
         self.device: torch.device = model.device
+        if model.base_model is model:  # `logits_at` runs the head alone
+            raise _refuse(model_dir, "its layers and its head are one module")
         attach(model, self._step)
         self.kv_shape, self.logits_width = self._probe(model_dir)
 
@@ -111,6 +122,46 @@ class CausalLM:
         """
         self._step.begin(kv, attention)
         return self._run(token_ids, positions, logits_rows)
+
+    @torch.inference_mode()
+    def forward_and_keep(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logits_rows: Tensor,
+        *,
+        kv: Tensor,
+        attention: AttentionBatch,
+    ) -> tuple[Tensor, HiddenStates]:
+        """As `forward`, and what `logits_at` needs for logits of any row."""
+        kept: list[Any] = []
+        hook = self._model.base_model.register_forward_hook(lambda module, args, output: kept.append(output))
+        try:
+            logits = self.forward(token_ids, positions, logits_rows, kv=kv, attention=attention)
+        finally:
+            hook.remove()
+        return logits, HiddenStates(kept[-1])
+
+    @torch.inference_mode()
+    def logits_at(self, hidden: HiddenStates, rows: Tensor) -> Tensor:
+        """Logits of some rows of a step: so many at once as the caller has memory for.
+
+        The model's own code runs over layers that only repeat what they gave: scaling and soft caps are its business.
+
+        Args:
+            rows: int64[R], indices among the step's T tokens.
+        Returns:
+            [R, V], as `forward`.
+        """
+        again = copy.copy(hidden.base_output)
+        again.last_hidden_state = hidden.base_output.last_hidden_state[:, rows]
+        base = self._model.base_model
+        base.forward = lambda *args, **kwargs: again
+        try:
+            nothing = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
+            return self._run(nothing, nothing, torch.arange(len(rows), device=self.device))
+        finally:
+            del base.forward
 
     def _run(self, token_ids: Tensor, positions: Tensor, logits_rows: Tensor) -> Tensor:
         # `logits_to_keep` takes indices: scaling and soft caps of the logits stay the model's own business.

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from trio_llm.engine.executor.base import RowError, SampledToken
+from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.sampling.filters import filter_threshold
 from trio_llm.engine.sampling.keyed_noise import gumbel_noise, row_key
+from trio_llm.engine.sampling.logprobs import logprob_rows
 from trio_llm.engine.scheduling.sequence import Sequence as EngineSequence
-from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
-from trio_llm.wire.messages import LogprobRow
+from trio_llm.sampling import SamplingParams
 
 __all__ = ["SamplingRow", "sample", "sampling_row"]
 
 _NOT_FINITE = "the model computed NaN or infinity instead of scores; this request cannot go on"
-_NOTHING_LEFT = "min_tokens and stop_token_ids together leave no token that could be sampled"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,18 +41,13 @@ def sampling_row(sequence: EngineSequence, eos_token_ids: Iterable[int]) -> Samp
     """The row for the next token of a sequence. Its seed is set: the front end draws one where the caller did not."""
     params = sequence.params
     assert params.seed is not None
-    banned: frozenset[int] = frozenset()
-    if sequence.num_output_tokens < params.min_tokens:
-        banned = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            banned |= frozenset(eos_token_ids)
-    return SamplingRow(params, params.seed, len(sequence.token_ids), banned)
+    return SamplingRow(params, params.seed, len(sequence.token_ids), banned_tokens(sequence, eos_token_ids))
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | RowError]:
     """Choose the next token of every row.
 
-    Order: log-probabilities of the model itself; tokens banned; temperature; top-k; top-p; draw.
+    Order: log-probabilities of the model itself; tokens allowed; tokens banned; temperature; top-k; top-p; draw.
 
     Args:
         logits: [B, V] of any floating type; not changed.
@@ -62,11 +57,11 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | R
     """
     likeliest, errors = _argmax(logits)
     scores = logits
-    if any(row.banned for row in rows):
-        scores = _ban(logits, rows)
+    if any(row.banned or row.params.allowed_token_ids is not None for row in rows):
+        scores = _restrict(logits, rows)
         likeliest, after = _argmax(scores)
         errors = [
-            _NOT_FINITE if before else _NOTHING_LEFT if now else None for before, now in zip(errors, after, strict=True)
+            _NOT_FINITE if before else NOTHING_LEFT if now else None for before, now in zip(errors, after, strict=True)
         ]
     drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy and errors[i] is None]
     tokens: list[int] = likeliest.tolist()
@@ -89,11 +84,17 @@ def _argmax(logits: Tensor) -> tuple[Tensor, list[str | None]]:
     return best, [None if is_fine else _NOT_FINITE for is_fine in torch.isfinite(values).tolist()]
 
 
-def _ban(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _restrict(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
     """A copy without the tokens that each row must not choose. Ids that the model does not have are ignored."""
     width = logits.shape[1]
     pairs = [(i, token) for i, row in enumerate(rows) for token in row.banned if token < width]
     scores = logits.clone()
+    for i, row in enumerate(rows):
+        if row.params.allowed_token_ids is not None:
+            allowed = [token for token in row.params.allowed_token_ids if token < width]
+            where = torch.tensor(allowed, dtype=torch.int64, device=logits.device)
+            scores[i] = float("-inf")
+            scores[i, where] = logits[i, where]
     if pairs:
         where = torch.tensor(pairs, dtype=torch.int64, device=logits.device).unbind(1)
         scores[where] = float("-inf")
@@ -129,17 +130,8 @@ def _add_logprobs(results: list[SampledToken | RowError], logits: Tensor, rows: 
     ]
     if not wanted:
         return
-    index, tokens = torch.tensor(wanted, device=logits.device).unbind(1)
-    logprobs = torch.log_softmax(logits[index].float(), dim=1)
-    sampled = logprobs.gather(1, tokens.unsqueeze(1))
-    ranks: list[int] = ((logprobs > sampled).sum(1) + 1).tolist()
-    # Always the same count, so that the order of equals cannot depend on what the neighbours ask for.
-    top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=1)
-    top_ids: list[list[int]] = top.indices.tolist()
-    top_values: list[list[float]] = top.values.tolist()
-    for n, ((i, token), own) in enumerate(zip(wanted, sampled.squeeze(1).tolist(), strict=True)):
-        count = rows[i].params.logprobs
-        assert count is not None
-        results[i] = SampledToken(
-            token, LogprobRow([token, *top_ids[n][:count]], [own, *top_values[n][:count]], ranks[n])
-        )
+    index = [i for i, _ in wanted]
+    counts = [rows[i].params.logprobs or 0 for i in index]
+    picked = logits[torch.tensor(index, device=logits.device)]
+    for (i, token), row in zip(wanted, logprob_rows(picked, [token for _, token in wanted], counts), strict=True):
+        results[i] = SampledToken(token, row)

@@ -35,7 +35,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.utils import parse_socket_addr
 
 from trio_llm.config import ServerConfig
-from trio_llm.frontend.http.http1 import Http1Protocol
+from trio_llm.frontend.http.http1 import MAX_HEAD_BYTES, Http1Protocol
 from trio_llm.frontend.http.shell import ASGIApp
 
 __all__ = ["Connections"]
@@ -224,7 +224,7 @@ class _Connection:
             self._close()
 
     def _close(self) -> None:
-        if not self._protocol.is_client_sending or self._context.terminated.is_set():
+        if not self._protocol.is_client_sending:
             self.stream.socket.close()
         elif not self._is_lingering:
             # Closing a socket with unread bytes sends a reset, and that wipes out what the client has not read.
@@ -253,4 +253,5 @@ def _hypercorn_config() -> Config:
     config.include_server_header = False
     config.include_date_header = False
     config.keep_alive_max_requests = sys.maxsize
+    config.h11_max_incomplete_size = MAX_HEAD_BYTES
     return config

@@ -19,7 +19,7 @@ from trio_llm.frontend.http.errors import reply_for
 from trio_llm.frontend.http.generation import Generation, IndexedOutput
 from trio_llm.frontend.http.shell import Receive, Scope, Send, cause_of
 from trio_llm.frontend.http.sse import DONE_EVENT, EVENT_STREAM_HEADERS, KEEP_ALIVE, error_event
-from trio_llm.frontend.text.assembly import Assembler, Event, Usage
+from trio_llm.frontend.text.assembly import Event, Usage
 
 __all__ = ["FIRST_OUTPUT_S", "EventRenderer", "EventStreamResponse"]
 
@@ -79,7 +79,7 @@ class EventStreamResponse(Response):
         self._generation = generation
         self._renderer = renderer
         self._keep_alive_s = keep_alive_s
-        self._assembler = Assembler(len(generation.prompts))
+        self._assembler = generation.assembler()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Cancellation: the generation is aborted and nothing more is sent."""
@@ -100,8 +100,13 @@ class EventStreamResponse(Response):
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _pump(self, outputs: AsyncIterator[IndexedOutput], start: _Start) -> None:
-        """Write all outputs, and comments where they leave gaps."""
+        """Write all outputs, and comments where they leave gaps.
+
+        Raises:
+            RequestTimeoutError: the time that the client gave the request is over.
+        """
         unsent: IndexedOutput | None = None
+        timeout = self._generation.timeout
         gap_s = FIRST_OUTPUT_S
         while True:
             if unsent is not None:
@@ -110,7 +115,7 @@ class EventStreamResponse(Response):
                 unsent = None
             # One scope for all outputs, its deadline moved by each: a scope for each would cost as much again as
             # the rest. Taking an output is safe to cancel, sending one is not: then the deadline is infinite.
-            with trio.CancelScope(deadline=trio.current_time() + gap_s) as quiet:
+            with trio.CancelScope(deadline=min(trio.current_time() + gap_s, timeout.deadline)) as quiet:
                 async for output in outputs:
                     if quiet.cancel_called:  # the deadline passed in the very turn that brought the output
                         unsent = output
@@ -118,10 +123,14 @@ class EventStreamResponse(Response):
                     if body := self._render(output):
                         quiet.deadline = math.inf
                         await start.send_body(body)
-                        quiet.deadline = trio.current_time() + self._keep_alive_s
+                        now_s = trio.current_time()
+                        if not output[1].finished:
+                            timeout.check(now_s)
+                        quiet.deadline = min(now_s + self._keep_alive_s, timeout.deadline)
                 else:
                     return
             if unsent is None:
+                timeout.check(trio.current_time())
                 await start.send_body(KEEP_ALIVE)
             gap_s = self._keep_alive_s
 

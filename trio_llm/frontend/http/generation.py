@@ -6,12 +6,15 @@ Used by the routes. Remembers which requests run, so that a drain can end them p
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 
 import trio
 
+from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout
+from trio_llm.frontend.text.assembly import PLAIN_VIEW, AnswerView, Assembler
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import SamplingParams
 
@@ -49,6 +52,13 @@ class Generation:
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     request_id: str
+    timeout: RequestTimeout = NO_TIMEOUT
+    view: AnswerView = PLAIN_VIEW
+    """What its answer shows."""
+
+    def assembler(self) -> Assembler:
+        """What makes the outputs one answer."""
+        return Assembler(len(self.prompts), choices_per_prompt=self.params.n, view=self.view)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[IndexedOutput]]:
@@ -58,8 +68,16 @@ class Generation:
         `__anext__` takes nothing; it can be called again.
 
         Raises:
+            RequestTimeoutError: the request's time was over before it was admitted.
             InvalidRequestError, EngineError: as `EngineClient.generate`, out of the block, alone or in a group.
         """
+        limit = self.client.config.max_num_queued_reqs
+        if limit is not None and len(self.prompts) > limit:
+            raise InvalidRequestError(
+                f"{len(self.prompts)} prompts are more than this server takes at a time ({limit}, "
+                "--max-num-queued-reqs); send fewer",
+                "prompt",
+            )
         if len(self.prompts) == 1:
             async with self._open_one(0, self.request_id) as outputs:
                 yield outputs
@@ -82,7 +100,10 @@ class Generation:
     async def _open_one(self, index: int, request_id: str) -> AsyncIterator[AsyncIterator[IndexedOutput]]:
         self.running.add(request_id)
         try:
-            async with self.client.generate(self.prompts[index], self.params, request_id=request_id) as stream:
+            async with AsyncExitStack() as stack:
+                stream = self.client.generate(self.prompts[index], self.params, request_id=request_id)
+                with self.timeout.within():  # also tells the engine when nobody reads any more
+                    await stack.enter_async_context(stream)
                 yield _Indexed(index, stream)
         finally:
             self.running.discard(request_id)

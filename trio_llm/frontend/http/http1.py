@@ -41,6 +41,8 @@ __all__ = ["HYPERCORN_VERSION", "Http1Protocol", "check_hypercorn"]
 
 HYPERCORN_VERSION = "0.18.0"
 MAX_HEADERS = 100
+MAX_HEAD_BYTES = 16 * 1024
+"""About; separators count as four bytes a line."""
 MAX_BYTES_BEHIND = 1024 * 1024
 """Of pipelined requests, so much is kept while an earlier one is answered. Beyond it, that answer is the last.
 
@@ -224,7 +226,7 @@ class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not foll
         self.connection.start_next_cycle()
         if behind.startswith((b"\r", b"\n")):
             # h11 takes nothing back: blank lines have to be kept from a new one.
-            self.connection = h11.Connection(h11.SERVER, self.config.h11_max_incomplete_size)
+            self.connection = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
             if behind := behind.lstrip(b"\r\n"):
                 self.connection.receive_data(behind)
         await self.send(Updated(idle=True))
@@ -237,6 +239,10 @@ def _refusal(request: h11.Request) -> InvalidRequestError | None:
         return HttpVersionError(request.http_version.decode("ascii"))
     if len(request.headers) > MAX_HEADERS:
         return RequestHeadTooLargeError(f"{len(request.headers)} header lines are more than the limit of {MAX_HEADERS}")
+    # h11 has the same limit for what is incomplete only: not for a head that arrives at once, or behind a request.
+    size = len(request.target) + sum(len(name) + len(value) + 4 for name, value in request.headers)
+    if size > MAX_HEAD_BYTES:
+        return RequestHeadTooLargeError(f"a head of {size} bytes is over the limit of {MAX_HEAD_BYTES}")
     if b"transfer-encoding" in names and b"content-length" in names:
         # RFC 9112, 6.3: whoever stands before this server may have believed the other one.
         return MalformedRequestError("Content-Length and Transfer-Encoding exclude each other")

@@ -26,7 +26,12 @@ from trio_llm.frontend.http.generation import Generation, RunningRequests
 from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
 from trio_llm.frontend.http.model_names import served_names
 from trio_llm.frontend.http.openai.chat import chat_params, parse_chat_request
-from trio_llm.frontend.http.openai.completions import completion_params, completion_prompts, parse_completion_request
+from trio_llm.frontend.http.openai.completions import (
+    check_num_choices,
+    completion_params,
+    completion_prompts,
+    parse_completion_request,
+)
 from trio_llm.frontend.http.openai.fields import CommonFields
 from trio_llm.frontend.http.openai.openapi import openapi_document
 from trio_llm.frontend.http.openai.rendering import (
@@ -36,8 +41,10 @@ from trio_llm.frontend.http.openai.rendering import (
     chat_answer,
     completion_answer,
 )
+from trio_llm.frontend.http.openai.views import chat_view, completion_view
 from trio_llm.frontend.http.shell import ASGIApp, Receive, Scope, Send
-from trio_llm.frontend.text.assembly import Assembler, Choice, Event, Usage, whole_choices
+from trio_llm.frontend.http.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
+from trio_llm.frontend.text.assembly import Choice, Event, Usage, whole_choices
 from trio_llm.version import __version__
 
 __all__ = ["create_routes"]
@@ -93,15 +100,19 @@ class _Routes:
     async def chat(self, http: Request) -> Response:
         """POST /v1/chat/completions."""
         self._client.check_admission()
+        began_s = trio.current_time()
         request = parse_chat_request(await self._json(http))
+        timeout = _timeout(http, request, began_s)
         params = chat_params(request, self._client.model_config.sampling_defaults)
         model = self._model_name(request.model)
-        token_ids = await self._client.renderer.render_chat(
-            request.messages,
-            add_generation_prompt=request.adds_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-            template_kwargs=request.chat_template_kwargs,
-        )
+        with timeout.within():
+            token_ids = await self._client.renderer.render_chat(
+                request.messages,
+                add_generation_prompt=request.adds_generation_prompt,
+                continue_final_message=bool(request.continue_final_message),
+                template_kwargs=request.chat_template_kwargs,
+            )
+        view = chat_view(request, token_ids)
         request_id = _request_id(http, request)
         head = AnswerHead(id=f"chatcmpl-{request_id}", created=int(time.time()), model=model)
         generation = Generation(
@@ -110,28 +121,47 @@ class _Routes:
             prompts=[token_ids],
             params=params,
             request_id=request_id,
+            timeout=timeout,
+            view=view,
         )
         if not request.stream:
             return await _whole(generation, head, chat_answer)
-        chunks = ChatChunks(head, with_usage=request.wants_usage, with_continuous_usage=request.wants_continuous_usage)
+        chunks = ChatChunks(
+            head,
+            with_usage=request.wants_usage,
+            with_continuous_usage=request.wants_continuous_usage,
+            prompt_token_ids=token_ids if request.return_token_ids else None,
+        )
         return self._stream(generation, chunks)
 
     async def complete(self, http: Request) -> Response:
         """POST /v1/completions."""
         self._client.check_admission()
+        began_s = trio.current_time()
         request = parse_completion_request(await self._json(http))
+        timeout = _timeout(http, request, began_s)
         limit, defaults = self._client.model_config.max_model_len, self._client.model_config.sampling_defaults
         completion_params(request, defaults, room=1)  # refuses before the costly part
         model = self._model_name(request.model)
+        given = completion_prompts(request.prompt, max_model_len=limit)
+        check_num_choices(len(given), request.n or 1)
         render = partial(
             self._client.renderer.render_prompt, add_special_tokens=request.add_special_tokens is not False
         )
-        prompts = [await render(prompt) for prompt in completion_prompts(request.prompt, max_model_len=limit)]
+        with timeout.within():
+            prompts = [await render(prompt) for prompt in given]
+            view = await completion_view(request, given, prompts, renderer=self._client.renderer)
         params = completion_params(request, defaults, room=limit - max(map(len, prompts)))
         request_id = _request_id(http, request)
         head = AnswerHead(id=f"cmpl-{request_id}", created=int(time.time()), model=model)
         generation = Generation(
-            client=self._client, running=self._running, prompts=prompts, params=params, request_id=request_id
+            client=self._client,
+            running=self._running,
+            prompts=prompts,
+            params=params,
+            request_id=request_id,
+            timeout=timeout,
+            view=view,
         )
         if not request.stream:
             return await _whole(generation, head, completion_answer)
@@ -203,18 +233,23 @@ def _request_id(http: Request, request: CommonFields) -> str:
     return str(state["client_request_id"] or request.request_id or state["request_id"])
 
 
+def _timeout(http: Request, request: CommonFields, began_s: float) -> RequestTimeout:
+    return timeout_of(http.headers.get(TIMEOUT_HEADER), request.timeout, began_s)
+
+
 async def _whole(generation: Generation, head: AnswerHead, answer: Answer) -> Response:
-    assembler = Assembler(len(generation.prompts))
+    assembler = generation.assembler()
     events: list[Event] = []
-    async with generation.open() as outputs:
-        async for index, output in outputs:
-            events.extend(assembler.feed(index, output))
+    with generation.timeout.within():
+        async with generation.open() as outputs:
+            async for index, output in outputs:
+                events.extend(assembler.feed(index, output))
     assembler.check_finished()
-    return Response(
-        answer(head, whole_choices(events), assembler.usage),
-        media_type="application/json",
-        headers={"x-request-id": generation.request_id},
-    )
+    write = partial(answer, head, whole_choices(events), assembler.usage)
+    # Log-probabilities of prompts may be a hundred thousand: in a thread, streams get a turn meanwhile.
+    is_long = generation.params.prompt_logprobs is not None
+    body = await trio.to_thread.run_sync(write, abandon_on_cancel=True) if is_long else write()
+    return Response(body, media_type="application/json", headers={"x-request-id": generation.request_id})
 
 
 def _json_response(value: dict[str, Any]) -> Response:

@@ -6,7 +6,7 @@ Trio. Holds the loaded model's tokenizer and chat template. Used by `AsyncLLM` a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -15,7 +15,8 @@ import trio
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
-from trio_llm.frontend.text.detokenizer import TokenTable
+from trio_llm.frontend.text.detokenizer import TokenIdError, TokenTable, make_detokenizer
+from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import is_valid_text
 
 __all__ = ["Renderer", "TextTooLongError"]
@@ -91,6 +92,37 @@ class Renderer:
             functools.partial(self._encode_prompt, prompt, add_special_tokens=add_special_tokens), size=len(prompt)
         )
 
+    async def render_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        """The token ids of words that must not come: each at the start of a text and after a space, if those differ.
+
+        Cancellation: as `render_prompt`.
+
+        Raises:
+            InvalidRequestError: the tokenizer makes nothing of a word (`param` is `bad_words`).
+        """
+        return await self._run(functools.partial(self._encode_bad_words, words), size=2 * sum(map(len, words)))
+
+    async def render_text(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """The text of a prompt's ids.
+
+        Cancellation: as `render_prompt`.
+
+        Raises:
+            InvalidRequestError: one of the ids is none that the model can emit (`param` is `prompt`).
+        """
+        decode = functools.partial(self._decode, token_ids, skip_special_tokens=skip_special_tokens)
+        return await self._run(decode, size=4 * len(token_ids))
+
+    def token_text(self, token_id: int) -> str:
+        """One token as text; bytes that are not valid UTF-8 on their own show as U+FFFD. Raises as `render_text`."""
+        try:
+            return self.token_table.token_bytes(token_id).decode("utf-8", "replace")
+        except TokenIdError:
+            raise InvalidRequestError(
+                f"the prompt's token id {token_id} is not one of the {self.token_table.logits_width} of the model",
+                "prompt",
+            ) from None
+
     async def render_chat(
         self,
         messages: list[dict[str, Any]],
@@ -131,6 +163,32 @@ class Renderer:
         if not is_valid_text(prompt):
             raise InvalidRequestError("the prompt contains a lone surrogate, which is not valid text", "prompt")
         return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+
+    def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        table = self.token_table
+        try:
+            table.check(token_ids)
+        except TokenIdError:
+            raise InvalidRequestError(
+                f"the prompt's token ids must be from 0 to {table.logits_width - 1}, the model's vocabulary", "prompt"
+            ) from None
+        if table.scheme == "decode":
+            return table.decode(token_ids, skip_special_tokens)
+        detokenizer = make_detokenizer(table, (), skip_special_tokens=skip_special_tokens)
+        return detokenizer.feed(token_ids) + detokenizer.finish()
+
+    def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip(" ") or word
+            ways = [bare] if bare.startswith(" ") else [bare, f" {bare}"]
+            encoded = [tuple(self.tokenizer.encode(way, add_special_tokens=False)) for way in ways]
+            if not all(encoded):
+                raise InvalidRequestError(
+                    f"bad_words: the model's tokenizer makes no tokens of {quote(word)}; leave it out", "bad_words"
+                )
+            found.update(dict.fromkeys(encoded))
+        return [list(token_ids) for token_ids in found]
 
     async def _run(self, work: Callable[[], _T], *, size: int) -> _T:
         if size <= INLINE_CHARS:

@@ -51,9 +51,11 @@ class StatisticsRecorder:
         iteration.num_generation_tokens += count
         if clock.first_token_s is None:
             clock.first_token_s = now_s
-            iteration.time_to_first_token_s.append(now_s - clock.arrived_s)
-            iteration.num_prompt_tokens += len(state.request.prompt_token_ids)
-            iteration.num_cached_tokens += state.num_cached_tokens
+            # One prompt and one first token for all the choices of an answer; each choice is a request that ends.
+            if state.family is None or state.family.take_first_token():
+                iteration.time_to_first_token_s.append(now_s - clock.arrived_s)
+                iteration.num_prompt_tokens += len(state.request.prompt_token_ids)
+                iteration.num_cached_tokens += state.num_cached_tokens
         else:
             iteration.inter_token_latency_s.append(now_s - clock.last_token_s)
         clock.last_token_s = now_s
@@ -74,6 +76,10 @@ class StatisticsRecorder:
                 time_to_first_token_s=None if clock.first_token_s is None else clock.first_token_s - clock.arrived_s,
             )
         )
+
+    def rejection(self, reason: str) -> None:
+        """A request was refused for the load."""
+        self._tell_each(lambda stat_logger: stat_logger.record_rejection(reason))
 
     def flush(self) -> None:
         """Hand over what was gathered since the last time."""

@@ -30,6 +30,7 @@ class LoggingStatLogger:
         self._scheduler = SchedulerStats()
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
+        self._num_rejections = 0
         self._was_idle = True
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
@@ -39,24 +40,33 @@ class LoggingStatLogger:
         self._num_prompt_tokens += iteration.num_prompt_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
 
+    def record_rejection(self, reason: str) -> None:
+        """Add one request that was refused."""
+        self._num_rejections += 1
+
     def log(self) -> None:
         """Write the line, and count from 0 again."""
         now = self._clock()
         elapsed_s = max(now - self._last_log, 1e-9)
         scheduler = self._scheduler
         is_idle = not (
-            self._num_prompt_tokens or self._num_generation_tokens or scheduler.num_running or scheduler.num_waiting
+            self._num_prompt_tokens
+            or self._num_generation_tokens
+            or self._num_rejections
+            or scheduler.num_running
+            or scheduler.num_waiting
         )
         if not (is_idle and self._was_idle):
             used = scheduler.num_blocks - scheduler.num_free_blocks
             _logger.info(
-                "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache usage %.1f %%",
+                "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache usage %.1f %%%s",
                 self._num_prompt_tokens / elapsed_s,
                 self._num_generation_tokens / elapsed_s,
                 scheduler.num_running,
                 scheduler.num_waiting,
                 100 * used / scheduler.num_blocks if scheduler.num_blocks else 0.0,
+                f", refused {self._num_rejections}" if self._num_rejections else "",
             )
         self._was_idle = is_idle
         self._last_log = now
-        self._num_prompt_tokens = self._num_generation_tokens = 0
+        self._num_prompt_tokens = self._num_generation_tokens = self._num_rejections = 0

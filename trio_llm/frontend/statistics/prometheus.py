@@ -16,6 +16,7 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from trio_llm.errors import QueuedTokensError, QueueFullError
 from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats
 from trio_llm.version import __version__
 from trio_llm.wire.messages import SchedulerStats
@@ -23,6 +24,7 @@ from trio_llm.wire.messages import SchedulerStats
 __all__ = ["PrometheusStatLogger"]
 
 _LABELS = ("model_name", "engine")
+_REJECTIONS = (QueueFullError.reason, QueuedTokensError.reason)
 _FINISH_REASONS = ("stop", "length", "abort", "error")
 
 # fmt: off
@@ -86,6 +88,7 @@ class PrometheusStatLogger:
         self._num_cached_tokens = 0
         self._num_generation_tokens = 0
         self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
+        self._rejections: dict[str, int] = dict.fromkeys(_REJECTIONS, 0)
         self._first_token_s = _Histogram(_FIRST_TOKEN_S)
         self._inter_token_s = _Histogram(_INTER_TOKEN_S)
         self._request_s = _Histogram(_REQUEST_S)
@@ -115,6 +118,10 @@ class PrometheusStatLogger:
             self._inter_token_s.observe_many(iteration.inter_token_latency_s)
         if iteration.finished:
             self._record_finished(iteration.finished)
+
+    def record_rejection(self, reason: str) -> None:
+        """Add one request that was refused."""
+        self._rejections[reason] = self._rejections.get(reason, 0) + 1
 
     def log(self) -> None:
         """Nothing: this logger is read, it does not write."""
@@ -150,6 +157,12 @@ class PrometheusStatLogger:
         for reason, count in self._finished.items():
             success.add_metric([self._model_name, self._engine, reason], count)
         yield success
+        rejections = CounterMetricFamily(
+            "vllm:admission_rejections", "Requests refused for the load, by reason.", labels=["model_name", "reason"]
+        )
+        for reason, count in self._rejections.items():
+            rejections.add_metric([self._model_name, reason], count)
+        yield rejections
         yield self._histogram("time_to_first_token_seconds", "Arrival to first token.", self._first_token_s)
         yield self._histogram("inter_token_latency_seconds", "Time between two tokens.", self._inter_token_s)
         yield self._histogram("e2e_request_latency_seconds", "Arrival to end.", self._request_s)

@@ -49,6 +49,10 @@ class StatLogger(Protocol):
         """One drained batch; `scheduler` is the newest state of the engine's scheduler, if the batch had one."""
         ...
 
+    def record_rejection(self, reason: str) -> None:
+        """A request was refused for the load: `reason` is that of its OverloadedError. Called in the caller's task."""
+        ...
+
     def log(self) -> None:
         """Called every ten seconds and by `do_log_stats()`: write a line, if this logger writes any."""
         ...

@@ -2,19 +2,64 @@
 
 Pure. Used by every route, streaming or not; protocols only render what comes out.
 
-The events of a choice are: one `ChoiceStarted`, any number of `TextDelta`, one `ChoiceFinished`. All choices
-start before anything else happens. How the outputs were cut into pieces does not change the whole.
+The events of a choice are: one `ChoiceStarted`, one `PromptShown` if the answer repeats its prompt, any number of
+`TextDelta`, one `ChoiceFinished`. All choices start before anything else happens. How the outputs were cut into pieces
+does not change the whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from trio_llm.errors import EngineGenerateError
 from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
-__all__ = ["Assembler", "Choice", "ChoiceFinished", "ChoiceStarted", "Event", "TextDelta", "Usage", "whole_choices"]
+__all__ = [
+    "PLAIN_VIEW",
+    "AnswerView",
+    "Assembler",
+    "Choice",
+    "ChoiceFinished",
+    "ChoiceStarted",
+    "Event",
+    "PromptShown",
+    "PromptView",
+    "TextDelta",
+    "Usage",
+    "whole_choices",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptView:
+    """A prompt that is repeated in its answer."""
+
+    token_ids: list[int]
+    text: str
+    """In front of the text of the answer; may be empty."""
+    first_token: str
+    """The text of the first token, which has no log-probabilities that would name it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnswerView:
+    """What an answer shows besides new text and its log-probabilities, and what it leaves out."""
+
+    prompts: Sequence[PromptView] = ()
+    """All of them are repeated, or none."""
+    with_token_ids: bool = False
+    echo_logprobs: int | None = None
+    """Log-probabilities of the prompt go before those of the answer, with so many alternatives."""
+    prompt_logprobs: int | None = None
+    """They are told for themselves, with so many."""
+    is_prompt_only: bool = False
+    """Nothing is shown of what was generated, which cannot be less than one token."""
+
+
+PLAIN_VIEW: Final = AnswerView()
+"""Text and its log-probabilities alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +67,23 @@ class ChoiceStarted:
     """The choice exists. Nothing of it is known yet."""
 
     index: int
+
+
+@dataclass(frozen=True, slots=True)
+class PromptShown:
+    """What a choice repeats of its prompt."""
+
+    index: int
+    text: str
+    """In front of the answer's; may be empty."""
+    first_token: str
+    logprobs: list[TokenLogprobs | None] | None
+    """Those that go before the answer's own, None for the first token. None: not asked for, or the answer ended before
+    they were known."""
+    scores: list[TokenLogprobs | None] | None
+    """Those that are told for themselves, likewise."""
+    token_ids: list[int] | None
+    """None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +95,8 @@ class TextDelta:
     """Never empty."""
     logprobs: list[TokenLogprobs] | None
     """Of every token since the last event that had text, also of those that made none; None: not asked for."""
+    token_ids: list[int] | None = None
+    """Likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +108,10 @@ class ChoiceFinished:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    token_ids: list[int] | None = None
 
 
-Event = ChoiceStarted | TextDelta | ChoiceFinished
+Event = ChoiceStarted | PromptShown | TextDelta | ChoiceFinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,22 +132,38 @@ class Choice:
     logprobs: list[TokenLogprobs] | None
     finish_reason: FinishReason
     stop_reason: str | int | None
+    token_ids: list[int] | None = None
+    prompt: PromptShown | None = None
 
 
 class Assembler:
-    """Turns the outputs of `num_prompts` streams, of one choice each, into events.
+    """Turns the outputs of `num_prompts` streams, of `choices_per_prompt` choices each, into events.
 
-    Output i of `feed` belongs to choice i: one choice a prompt. Outputs are deltas, or one output with everything.
+    Choice i of prompt p is choice p * choices_per_prompt + i of the whole. Outputs are deltas, or one output with
+    everything.
     """
 
-    def __init__(self, num_prompts: int = 1) -> None:
-        self._num_prompts = num_prompts
+    def __init__(
+        self,
+        num_prompts: int = 1,
+        *,
+        choices_per_prompt: int = 1,
+        view: AnswerView = PLAIN_VIEW,
+    ) -> None:
+        assert len(view.prompts) in (0, num_prompts)
+        self._view = view
+        self._choices_per_prompt = choices_per_prompt
+        self._num_choices = num_prompts * choices_per_prompt
         self._has_started = False
         self._num_output_tokens = 0
         # (prompt tokens, cached tokens) of each prompt that has had an output
         self._prompts: dict[int, tuple[int, int]] = {}
         self._finished: set[int] = set()
         self._held_logprobs: dict[int, list[TokenLogprobs]] = {}
+        self._held_token_ids: dict[int, list[int]] = {}
+        self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
+        """By prompt: only one of its choices may have brought them."""
+        self._has_shown_prompt: set[int] = set()
 
     @property
     def usage(self) -> Usage:
@@ -96,27 +177,47 @@ class Assembler:
     @property
     def is_finished(self) -> bool:
         """Every choice has had its `ChoiceFinished`."""
-        return len(self._finished) == self._num_prompts
+        return len(self._finished) == self._num_choices
 
     def feed(self, index: int, output: RequestOutput) -> list[Event]:
         """The events that this output of prompt `index` makes; none if there is no text to show yet.
 
         Raises:
-            EngineGenerateError: something came after the end of the choice.
+            EngineGenerateError: something came after the end of a choice.
         """
-        if index in self._finished:
-            raise EngineGenerateError(f"request {output.request_id}: an output came after the last one")
         self._prompts[index] = (output.num_prompt_tokens, output.num_cached_tokens)
         events: list[Event] = []
         if not self._has_started:
             self._has_started = True
-            events.extend(ChoiceStarted(i) for i in range(self._num_prompts))
+            events.extend(ChoiceStarted(i) for i in range(self._num_choices))
+        first_choice = index * self._choices_per_prompt
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs[index] = output.prompt_logprobs
         for completion in output.outputs:
+            choice = first_choice + completion.index
+            if choice in self._finished:
+                raise EngineGenerateError(f"request {output.request_id}: an output came after the last one")
+            if self._view.prompts and choice not in self._has_shown_prompt:
+                self._has_shown_prompt.add(choice)
+                events.append(self._show_prompt(index, choice))
+            if self._view.is_prompt_only:
+                completion = _without_answer(completion)
             self._num_output_tokens += len(completion.token_ids)
-            event = self._event(index, completion)
+            event = self._event(choice, completion)
             if event is not None:
                 events.append(event)
         return events
+
+    def _show_prompt(self, index: int, choice: int) -> PromptShown:
+        view, prompt, logprobs = self._view, self._view.prompts[index], self._prompt_logprobs.get(index)
+        return PromptShown(
+            choice,
+            prompt.text,
+            prompt.first_token,
+            _cut(logprobs, view.echo_logprobs),
+            _cut(logprobs, view.prompt_logprobs),
+            prompt.token_ids if view.with_token_ids else None,
+        )
 
     def check_finished(self) -> None:
         """Raise EngineGenerateError if the streams ended before every choice did."""
@@ -128,20 +229,44 @@ class Assembler:
         logprobs = completion.logprobs
         if index in self._held_logprobs:
             logprobs = self._held_logprobs.pop(index) + (logprobs or [])
+        token_ids = None
+        if self._view.with_token_ids:
+            token_ids = self._held_token_ids.pop(index, []) + completion.token_ids
         if completion.finish_reason is not None:
             self._finished.add(index)
-            return ChoiceFinished(index, completion.text, logprobs, completion.finish_reason, completion.stop_reason)
+            return ChoiceFinished(
+                index, completion.text, logprobs, completion.finish_reason, completion.stop_reason, token_ids
+            )
         if completion.text:
-            return TextDelta(index, completion.text, logprobs)
+            return TextDelta(index, completion.text, logprobs, token_ids)
         if logprobs:
             self._held_logprobs[index] = logprobs
+        if token_ids:
+            self._held_token_ids[index] = token_ids
         return None
+
+
+def _cut(logprobs: list[TokenLogprobs | None] | None, num_top: int | None) -> list[TokenLogprobs | None] | None:
+    """With so many alternatives at most: two fields may have asked for different numbers. None: for none at all."""
+    if logprobs is None or num_top is None:
+        return None
+    return [one and TokenLogprobs(one.sampled, one.top[:num_top]) for one in logprobs]
+
+
+def _without_answer(completion: CompletionOutput) -> CompletionOutput:
+    """Its end alone. That is `length`, whatever the token was that had to be generated."""
+    reason: FinishReason | None = (
+        "length" if completion.finish_reason in ("stop", "length") else completion.finish_reason
+    )
+    return CompletionOutput(completion.index, "", [], None if completion.logprobs is None else [], reason)
 
 
 @dataclass(slots=True)
 class _Parts:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
+    token_ids: list[int] | None = None
+    prompt: PromptShown | None = None
 
 
 def whole_choices(events: Iterable[Event]) -> list[Choice]:
@@ -152,11 +277,25 @@ def whole_choices(events: Iterable[Event]) -> list[Choice]:
         if isinstance(event, ChoiceStarted):
             continue
         part = parts.setdefault(event.index, _Parts())
+        if isinstance(event, PromptShown):
+            part.prompt = event
+            part.text.append(event.text)
+            continue
         part.text.append(event.text)
+        if event.token_ids is not None:
+            part.token_ids = [*(part.token_ids or []), *event.token_ids]
         if event.logprobs is not None:
             part.logprobs = [*(part.logprobs or []), *event.logprobs]
         if isinstance(event, ChoiceFinished):
             choices.append(
-                Choice(event.index, "".join(part.text), part.logprobs, event.finish_reason, event.stop_reason)
+                Choice(
+                    event.index,
+                    "".join(part.text),
+                    part.logprobs,
+                    event.finish_reason,
+                    event.stop_reason,
+                    part.token_ids,
+                    part.prompt,
+                )
             )
     return sorted(choices, key=lambda choice: choice.index)

@@ -10,6 +10,7 @@ import codecs
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final, Literal, Protocol
 
 from trio_llm.errors import EngineGenerateError
@@ -110,13 +111,27 @@ class Detokenizer(Protocol):
         ...
 
 
-def make_detokenizer(table: TokenTable, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> Detokenizer:
+def make_detokenizer(
+    table: TokenTable,
+    prompt_token_ids: Sequence[int],
+    *,
+    skip_special_tokens: bool,
+    spaces_between_special_tokens: bool = True,
+) -> Detokenizer:
     """A detokenizer for the answer to this prompt.
 
     If the prompt ends inside a character that the answer completes, the whole character belongs to the answer.
+
+    Args:
+        spaces_between_special_tokens: False: special tokens that follow each other are joined without the space that
+            the tokenizer's decoder may put there. Of no effect on special tokens that are not shown, and with tables,
+            where nothing stands between tokens.
     """
-    kind = _WindowDetokenizer if table.scheme == "decode" else _TableDetokenizer
-    return kind(table, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+    if table.scheme != "decode":
+        return _TableDetokenizer(table, prompt_token_ids, skip_special_tokens=skip_special_tokens)
+    is_tight = not spaces_between_special_tokens and not skip_special_tokens
+    decode = partial(_decode_tightly, table) if is_tight else table.decode
+    return _WindowDetokenizer(table, prompt_token_ids, skip_special_tokens=skip_special_tokens, decode=decode)
 
 
 class _TableDetokenizer:
@@ -226,15 +241,23 @@ class _WindowDetokenizer:
     Exact for decoders that look at no more than the neighbours of a token. A few microseconds a token.
     """
 
-    __slots__ = ("_num_fresh", "_owed", "_shown", "_shown_bytes", "_skip", "_table", "_window")
+    __slots__ = ("_decode_ids", "_num_fresh", "_owed", "_shown", "_shown_bytes", "_skip", "_table", "_window")
 
     CONTEXT: Final = 8
     """Tokens of the prompt that the window starts with."""
     MAX_FRESH: Final = 16
     """Tokens since the window was last cut that keep it uncut, if the text ends in U+FFFD all the while."""
 
-    def __init__(self, table: TokenTable, prompt_token_ids: Sequence[int], *, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        table: TokenTable,
+        prompt_token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool,
+        decode: Callable[[list[int], bool], str],
+    ) -> None:
         self._table = table
+        self._decode_ids = decode
         self._skip = skip_special_tokens
         self._shown_bytes = table.shown_bytes(skip_special_tokens=skip_special_tokens)
         window: list[int] = []
@@ -305,7 +328,17 @@ class _WindowDetokenizer:
         return new[count:]
 
     def _decode(self, token_ids: list[int]) -> str:
-        return self._table.decode(token_ids, self._skip) if token_ids else ""
+        return self._decode_ids(token_ids, self._skip) if token_ids else ""
+
+
+def _decode_tightly(table: TokenTable, token_ids: list[int], skip_special_tokens: bool) -> str:
+    """The text of these ids, with nothing between special tokens that follow each other: they are decoded apart."""
+    text, first = "", 0
+    for index in range(1, len(token_ids)):
+        if token_ids[index] in table.special_ids and token_ids[index - 1] in table.special_ids:
+            text += table.decode(token_ids[first:index], skip_special_tokens)
+            first = index
+    return text + table.decode(token_ids[first:], skip_special_tokens)
 
 
 def _without_unfinished(text: str) -> str:

@@ -37,6 +37,7 @@ _CHAT_NOT_SUPPORTED: Mapping[str, Neutral] = {
     "documents": only([]),
     "reasoning_effort": only("none"),
     "add_special_tokens": only(False),
+    "echo": only(False),
 }
 
 

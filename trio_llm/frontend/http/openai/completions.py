@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any
 
+import msgspec
 from pydantic import WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
@@ -24,15 +25,20 @@ from trio_llm.sampling import SamplingParams
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
+    "MAX_CHOICES",
     "MAX_PROMPTS",
     "CompletionRequest",
+    "check_num_choices",
     "completion_params",
     "completion_prompts",
+    "is_prompt_only",
     "parse_completion_request",
 ]
 
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
+MAX_CHOICES = 1024
+"""Of all prompts together."""
 _INT32 = 2**31
 
 _COMPLETION_NOT_SUPPORTED: Mapping[str, Neutral] = {**NOT_SUPPORTED, "suffix": only("")}
@@ -57,6 +63,7 @@ class CompletionRequest(CommonFields):
 
     prompt: Annotated[Any, WithJsonSchema(_PROMPT_SCHEMA)]
     logprobs: int | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
 
@@ -80,7 +87,17 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, float],
     max_tokens = request.max_tokens
     if max_tokens is None:
         max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
-    return sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs, defaults=defaults)
+    elif is_prompt_only(request):
+        max_tokens = 1  # the engine cannot do with less; it is not shown
+    params = sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs, defaults=defaults)
+    if request.echo and params.logprobs is not None:
+        return msgspec.structs.replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+    return params
+
+
+def is_prompt_only(request: CompletionRequest) -> bool:
+    """Nothing is to be generated: the prompt comes back, with its log-probabilities if they are asked for."""
+    return bool(request.echo) and request.max_tokens == 0
 
 
 def completion_prompts(prompt: Any, *, max_model_len: int) -> list[str | list[int]]:
@@ -98,6 +115,17 @@ def completion_prompts(prompt: Any, *, max_model_len: int) -> list[str | list[in
             raise InvalidRequestError("prompt must not mix strings and lists of token ids", "prompt")
         return [_one_prompt(one, max_model_len) for one in prompt]
     return [_one_prompt(prompt, max_model_len)]
+
+
+def check_num_choices(num_prompts: int, n: int) -> None:
+    """
+    Raises:
+        InvalidRequestError: `n` choices for each of the prompts are too many.
+    """
+    if num_prompts * n > MAX_CHOICES:
+        raise InvalidRequestError(
+            f"{num_prompts} prompts of {n} choices each are over the limit of {MAX_CHOICES} choices", "n"
+        )
 
 
 def _one_prompt(prompt: Any, max_model_len: int) -> str | list[int]:

@@ -14,7 +14,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.errors import invalid_fields_error
 from trio_llm.frontend.text.quoting import quote
-from trio_llm.sampling import MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS, RequestOutputKind, SamplingParams
+from trio_llm.sampling import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORDS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+    RequestOutputKind,
+    SamplingParams,
+)
 
 __all__ = ["NOT_SUPPORTED", "CommonFields", "Neutral", "StreamOptions", "only", "parse_request", "sampling_params"]
 
@@ -42,6 +49,7 @@ class CommonFields(_Strict):
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
+    n: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: Annotated[
@@ -60,6 +68,12 @@ class CommonFields(_Strict):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
+    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    timeout: float | None = None
     # It becomes a header of the answer.
     request_id: Annotated[str | None, Field(pattern=r"\A[A-Za-z0-9_.:/+=@-]{1,128}\z")] = None
 
@@ -90,6 +104,8 @@ def parse_request(model: type[Request], body: Mapping[str, Any], not_supported: 
         raise invalid_fields_error(error) from None
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
     return request
 
 
@@ -111,7 +127,6 @@ def _number(neutral: float) -> Neutral:
 
 
 NOT_SUPPORTED: Mapping[str, Neutral] = {
-    "n": only(1),
     "best_of": only(1),
     "min_p": _number(0),
     "presence_penalty": _number(0),
@@ -119,13 +134,9 @@ NOT_SUPPORTED: Mapping[str, Neutral] = {
     "repetition_penalty": _number(1),
     "length_penalty": _number(1),
     "logit_bias": only({}),
-    "bad_words": only([]),
-    "allowed_token_ids": only(),
     "logprob_token_ids": only([]),
-    "prompt_logprobs": only(),
     "prompt_embeds": only(),
     "use_beam_search": only(False),
-    "spaces_between_special_tokens": only(True),
     "response_format": only({"type": "text"}),
     "structured_outputs": only(),
     "guided_json": only(),
@@ -133,7 +144,6 @@ NOT_SUPPORTED: Mapping[str, Neutral] = {
     "guided_choice": only(),
     "guided_grammar": only(),
     "truncate_prompt_tokens": only(),
-    "return_token_ids": only(False),
     "return_tokens_as_token_ids": only(False),
     "return_prompt_text": only(False),
     "stream_interval": only(1),
@@ -144,7 +154,6 @@ NOT_SUPPORTED: Mapping[str, Neutral] = {
     "cache_salt": only(),
     "priority": only(0),
     "mm_processor_kwargs": only({}),
-    "echo": only(False),
 }
 """Fields of both protocols, each with the values that are accepted because they change nothing."""
 
@@ -181,6 +190,7 @@ def sampling_params(
         "top_p": fields.top_p,
         "top_k": fields.top_k,
         "seed": fields.seed,
+        "n": fields.n,
         "max_tokens": max_tokens,
         "min_tokens": fields.min_tokens,
         "stop": fields.stop,
@@ -188,6 +198,10 @@ def sampling_params(
         "ignore_eos": fields.ignore_eos,
         "include_stop_str_in_output": fields.include_stop_str_in_output,
         "skip_special_tokens": fields.skip_special_tokens,
+        "spaces_between_special_tokens": fields.spaces_between_special_tokens,
+        "allowed_token_ids": fields.allowed_token_ids,
+        "bad_words": fields.bad_words,
+        "prompt_logprobs": fields.prompt_logprobs,
         "logprobs": logprobs,
     }
     return SamplingParams(

@@ -6,13 +6,22 @@ one is made for nearly every token.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from trio_llm.frontend.http.sse import DONE_EVENT
-from trio_llm.frontend.text.assembly import Choice, ChoiceFinished, ChoiceStarted, Event, TextDelta, Usage
+from trio_llm.frontend.text.assembly import (
+    Choice,
+    ChoiceFinished,
+    ChoiceStarted,
+    Event,
+    PromptShown,
+    TextDelta,
+    Usage,
+)
 from trio_llm.outputs import Logprob, TokenLogprobs
 
 __all__ = ["AnswerHead", "ChatChunks", "CompletionChunks", "chat_answer", "completion_answer"]
@@ -34,9 +43,19 @@ class _Chunks:
 
     object_name: str
 
-    def __init__(self, head: AnswerHead, *, with_usage: bool, with_continuous_usage: bool) -> None:
+    def __init__(
+        self,
+        head: AnswerHead,
+        *,
+        with_usage: bool,
+        with_continuous_usage: bool,
+        prompt_token_ids: list[int] | None = None,
+    ) -> None:
         fields = {"id": head.id, "object": self.object_name, "created": head.created, "model": head.model}
         self._beginning = b"data: " + _encode(fields)[:-1] + b',"choices":['
+        self._first_only = b""
+        if prompt_token_ids is not None:
+            self._first_only = b',"prompt_token_ids":' + _encode(prompt_token_ids)
         self._with_usage = with_usage
         self._with_continuous_usage = with_continuous_usage
 
@@ -45,6 +64,11 @@ class _Chunks:
         end = b"]}\n\n"
         if self._with_continuous_usage:
             end = b'],"usage":' + _encode(_usage(usage)) + b"}\n\n"
+        if self._first_only:
+            end = b"]" + self._first_only + end[1:]
+            self._first_only = b""
+            first, *events = events  # the start of a choice: never empty
+            return self._beginning + self._choice(first) + end + self.render(events, usage)
         return b"".join(self._beginning + choice + end for choice in map(self._choice, events) if choice)
 
     def ending(self, usage: Usage) -> bytes:
@@ -67,16 +91,19 @@ class ChatChunks(_Chunks):
     def _choice(self, event: Event) -> bytes:
         if isinstance(event, TextDelta):
             logprobs = b"null" if event.logprobs is None else _encode(_chat_logprobs(event.logprobs))
-            return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null}' % (
+            return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (
                 event.index,
                 _encode(event.text),
                 logprobs,
+                b"" if event.token_ids is None else b',"token_ids":' + _encode(event.token_ids),
             )
         if isinstance(event, ChoiceStarted):
             return (
                 b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 % event.index
             )
+        if isinstance(event, PromptShown):
+            return b""  # its ids, which are all that can be asked for, stand in the first chunk
         return _encode(
             {
                 "index": event.index,
@@ -84,6 +111,7 @@ class ChatChunks(_Chunks):
                 "logprobs": None if event.logprobs is None else _chat_logprobs(event.logprobs),
                 "finish_reason": event.finish_reason,
                 "stop_reason": event.stop_reason,
+                **_token_ids(event),
             }
         )
 
@@ -100,6 +128,8 @@ class CompletionChunks(_Chunks):
     def _choice(self, event: Event) -> bytes:
         if isinstance(event, ChoiceStarted):
             return b""  # completions have no such chunk
+        if isinstance(event, PromptShown):
+            return self._prompt(event)
         return _encode(
             {
                 "index": event.index,
@@ -107,8 +137,28 @@ class CompletionChunks(_Chunks):
                 "logprobs": self._logprobs(event),
                 "finish_reason": event.finish_reason if isinstance(event, ChoiceFinished) else None,
                 "stop_reason": event.stop_reason if isinstance(event, ChoiceFinished) else None,
+                **_token_ids(event),
             }
         )
+
+    def _prompt(self, event: PromptShown) -> bytes:
+        if not event.text and event.token_ids is None:
+            return b""
+        logprobs = None
+        if event.logprobs is not None:
+            logprobs, self._offsets[event.index] = _completion_logprobs(event.logprobs, 0, event.first_token)
+        else:
+            self._offsets[event.index] = len(event.text)
+        choice = {
+            "index": event.index,
+            "text": event.text,
+            "logprobs": logprobs,
+            "finish_reason": None,
+            "stop_reason": None,
+        }
+        if event.token_ids is not None:
+            choice |= {"token_ids": [], "prompt_token_ids": event.token_ids}
+        return _encode(choice)
 
     def _logprobs(self, event: TextDelta | ChoiceFinished) -> dict[str, Any] | None:
         if event.logprobs is None:
@@ -133,8 +183,8 @@ def chat_answer(head: AnswerHead, choices: list[Choice], usage: Usage) -> bytes:
             "service_tier": None,
             "system_fingerprint": None,
             "usage": _usage(usage),
-            "prompt_logprobs": None,
-            "prompt_token_ids": None,
+            "prompt_logprobs": _prompt_logprobs(choices[0]),
+            "prompt_token_ids": choices[0].prompt and choices[0].prompt.token_ids,
             "prompt_text": None,
             "kv_transfer_params": None,
             "metrics": None,
@@ -175,21 +225,31 @@ def _chat_choice(choice: Choice) -> dict[str, Any]:
         "logprobs": None if choice.logprobs is None else _chat_logprobs(choice.logprobs),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "token_ids": None,
+        "token_ids": choice.token_ids,
     }
 
 
 def _completion_choice(choice: Choice) -> dict[str, Any]:
+    logprobs = None
+    if choice.logprobs is not None:
+        prompt = choice.prompt
+        echoed = (prompt and prompt.logprobs) or []
+        offset = len(prompt.text) if prompt and not echoed else 0
+        logprobs, _ = _completion_logprobs([*echoed, *choice.logprobs], offset, prompt.first_token if prompt else "")
     return {
         "index": choice.index,
         "text": choice.text,
-        "logprobs": None if choice.logprobs is None else _completion_logprobs(choice.logprobs, 0)[0],
+        "logprobs": logprobs,
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "token_ids": None,
-        "prompt_logprobs": None,
-        "prompt_token_ids": None,
+        "token_ids": choice.token_ids,
+        "prompt_logprobs": _prompt_logprobs(choice),
+        "prompt_token_ids": choice.prompt and choice.prompt.token_ids,
     }
+
+
+def _token_ids(event: TextDelta | ChoiceFinished) -> dict[str, list[int]]:
+    return {} if event.token_ids is None else {"token_ids": event.token_ids}
 
 
 def _usage(usage: Usage) -> dict[str, Any]:
@@ -218,19 +278,40 @@ def _candidate(logprob: Logprob) -> dict[str, Any]:
     return {"token": logprob.token, "logprob": logprob.logprob, "bytes": list(logprob.token_bytes)}
 
 
-def _completion_logprobs(positions: list[TokenLogprobs], offset: int) -> tuple[dict[str, Any], int]:
-    """The positions in columns, and the offset after them."""
+def _completion_logprobs(
+    positions: Sequence[TokenLogprobs | None], offset: int, first_token: str = ""
+) -> tuple[dict[str, Any], int]:
+    """The positions in columns, and the offset after them.
+
+    Args:
+        first_token: text of the position that is None, which only the first of a prompt is.
+    """
+    tokens = [first_token if position is None else position.sampled.token for position in positions]
     offsets: list[int] = []
-    for position in positions:
+    for token in tokens:
         offsets.append(offset)
-        offset += len(position.sampled.token)
+        offset += len(token)
     columns = {
         "text_offset": offsets,
-        "token_logprobs": [position.sampled.logprob for position in positions],
-        "tokens": [position.sampled.token for position in positions],
-        "top_logprobs": [_top(position) for position in positions],
+        "token_logprobs": [None if position is None else position.sampled.logprob for position in positions],
+        "tokens": tokens,
+        "top_logprobs": [None if position is None else _top(position) for position in positions],
     }
     return columns, offset
+
+
+def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
+    """For each token of the prompt its own candidate, then the likeliest, by token id."""
+    if choice.prompt is None or choice.prompt.scores is None:
+        return None
+    return [None if position is None else _by_token_id(position) for position in choice.prompt.scores]
+
+
+def _by_token_id(position: TokenLogprobs) -> dict[str, Any]:
+    return {
+        str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.token}
+        for one in (position.sampled, *position.top)
+    }
 
 
 def _top(position: TokenLogprobs) -> dict[str, float]:

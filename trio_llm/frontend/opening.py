@@ -1,0 +1,86 @@
+"""open_llm: start an engine, and stop it at the end of the block.
+
+The nursery held here owns the engine's tasks, the output handler and the statistics logger.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import trio
+
+from trio_llm.config import EngineConfig
+from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.frontend.core_client.one_engine import OneEngineClient
+from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.statistics.stats import StatLogger
+
+__all__ = ["open_llm", "open_llm_over", "open_tasks"]
+
+
+@asynccontextmanager
+async def open_llm(
+    config: EngineConfig | str | None = None,
+    *,
+    wait_until_ready: bool = True,
+    stat_loggers: Sequence[StatLogger] = (),
+    keep_alive_on_engine_death: bool = False,
+) -> AsyncIterator[AsyncLLM]:
+    """Start an engine, and stop it when the block is left.
+
+    Args:
+        config: what to run; a string is a model directory, None the embedded model.
+        wait_until_ready: False: enter at once; `generate()` raises EngineUnavailableError until the model is loaded.
+        stat_loggers: get the statistics, in the output handler's task.
+        keep_alive_on_engine_death: tells servers to go on answering when the engine is gone.
+
+    Cancellation: leaving the block, by any way, stops the engine process; this takes up to about four seconds.
+
+    Raises:
+        ConfigError: `config` is no model directory.
+        EngineStartupError: the engine ended before it was ready (only with `wait_until_ready`).
+    """
+    if not isinstance(config, EngineConfig):
+        config = EngineConfig(model=config)
+    core = OneEngineClient(config)
+    async with open_llm_over(
+        core,
+        config,
+        wait_until_ready=wait_until_ready,
+        stat_loggers=stat_loggers,
+        keep_alive_on_engine_death=keep_alive_on_engine_death,
+    ) as llm:
+        yield llm
+
+
+@asynccontextmanager
+async def open_llm_over(
+    core: CoreClient,
+    config: EngineConfig,
+    *,
+    wait_until_ready: bool = True,
+    stat_loggers: Sequence[StatLogger] = (),
+    keep_alive_on_engine_death: bool = False,
+) -> AsyncIterator[AsyncLLM]:
+    """As `open_llm`, over a core client of one's own."""
+    llm = AsyncLLM(core, config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
+    async with open_tasks(llm, wait_until_ready=wait_until_ready):
+        yield llm
+
+
+@asynccontextmanager
+async def open_tasks(llm: AsyncLLM, *, wait_until_ready: bool = True) -> AsyncIterator[None]:
+    """Own the tasks of a new `llm` while the block lasts; the rest of what `open_llm` does. Raises as it does."""
+    with unwrap_single():
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(llm._run, nursery)
+            try:
+                if wait_until_ready:
+                    await llm.wait_until_ready()
+                yield
+            finally:
+                # Readers in nurseries outside this block must not wait for ever.
+                llm._close()
+                nursery.cancel_scope.cancel()

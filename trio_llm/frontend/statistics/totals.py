@@ -1,0 +1,86 @@
+"""Totals: what an engine did since it was opened, as numbers that a program can read. Behind `llm.statistics()`.
+
+Pure. A StatLogger that `AsyncLLM` always has.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.status import EngineState
+from trio_llm.outputs import FinishReason
+from trio_llm.wire.messages import SchedulerStats
+
+__all__ = ["EngineStatistics", "Totals"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStatistics:
+    """A snapshot. The scheduler's numbers are those after the last step whose output has come."""
+
+    state: EngineState
+    num_running: int
+    """Sequences that get tokens in every step, as far as the budget goes."""
+    num_waiting: int
+    """Sequences in the engine's queue."""
+    num_free_kv_blocks: int
+    num_kv_blocks: int
+    """0 while the model is loading."""
+    num_prompt_tokens: int
+    """Of requests whose first token came."""
+    num_generation_tokens: int
+    num_finished: Mapping[FinishReason, int]
+    """Requests that are over, by reason: stop, length, abort, error. Each choice of an answer counts."""
+    num_refused: int
+    """Requests that were refused for the load."""
+
+
+class Totals:
+    """Implements `StatLogger`."""
+
+    def __init__(self) -> None:
+        self._scheduler: SchedulerStats | None = None
+        self._num_prompt_tokens = 0
+        self._num_generation_tokens = 0
+        self._num_refused = 0
+        self._finished: Counter[FinishReason] = Counter()
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        """Add one drained batch."""
+        if scheduler is not None:
+            self._scheduler = scheduler
+        self._num_prompt_tokens += iteration.num_prompt_tokens
+        self._num_generation_tokens += iteration.num_generation_tokens
+        self._finished.update(request.finish_reason for request in iteration.finished)
+
+    def record_rejection(self, reason: str) -> None:
+        """Add one request that was refused."""
+        self._num_refused += 1
+
+    def log(self) -> None:
+        """Nothing: these are read."""
+
+    def snapshot(self, state: EngineState, *, num_blocks: int) -> EngineStatistics:
+        """What has come together.
+
+        Args:
+            num_blocks: of the KV cache; 0: not known yet.
+        """
+        scheduler = self._scheduler or SchedulerStats(num_free_blocks=num_blocks)
+        return EngineStatistics(
+            state=state,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_free_kv_blocks=scheduler.num_free_blocks,
+            num_kv_blocks=num_blocks,
+            num_prompt_tokens=self._num_prompt_tokens,
+            num_generation_tokens=self._num_generation_tokens,
+            num_finished=MappingProxyType(
+                {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")}
+            ),
+            num_refused=self._num_refused,
+        )

@@ -1,0 +1,250 @@
+"""FakeLLM: AsyncLLM itself over the real scheduler and a fake device, with answers and faults as a test says.
+
+No process, no socket, no thread and no file of a model: everything runs in the test's own Trio loop, so a MockClock
+works, and autojump makes hours of fake engine time pass in no time.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import msgspec
+
+from trio_llm.config import EngineConfig, FakeEngineConfig
+from trio_llm.engine.executor.base import RowError, SampledToken
+from trio_llm.engine.executor.fake import DEFAULT_NUM_BLOCKS
+from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.opening import open_tasks
+from trio_llm.frontend.rendering.chat_template import ChatTemplate
+from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
+from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.sampling import SamplingParams
+from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR, AnsweringExecutor, read_text
+from trio_llm.testing.in_memory import InMemoryCoreClient
+from trio_llm.wire.messages import Abort, EngineCoreRequest, ModelConfig, ToEngine
+
+__all__ = ["FakeLLM", "FakeRequest", "open_fake_llm"]
+
+_T = TypeVar("_T")
+
+_FAKE_FIELDS: Final = frozenset(FakeEngineConfig.__struct_fields__) - (
+    {"model_dir", "logits_width", "step_s", "start_s"} | {"max_model_len"}
+)
+"""Those that a test may set. `max_model_len` is a field of EngineConfig, too."""
+
+
+@dataclass(slots=True, kw_only=True)
+class FakeRequest:
+    """One request that the fake engine was sent; each choice of an answer is one."""
+
+    request_id: str
+    """The caller's."""
+    prompt: str
+    """As text; of a conversation: what the chat template made of it, `<|user|>Hello<|assistant|>`."""
+    token_ids: list[int]
+    """Of the prompt. An id below 256 is a byte."""
+    params: SamplingParams
+    """With the defaults filled in."""
+    was_aborted: bool = False
+    """The engine was told to stop: the reader left, or a stop string was found."""
+
+
+class FakeLLM(AsyncLLM):
+    """An engine that a test controls. Made by `open_fake_llm()` only; everything else is as with `open_llm()`."""
+
+    def __init__(
+        self, executor: AnsweringExecutor, config: EngineConfig, stat_loggers: Sequence[StatLogger], *, step_s: float
+    ) -> None:
+        self._executor = executor
+        self._fake_core = InMemoryCoreClient(executor, config, step_s=step_s)
+        super().__init__(self._fake_core, config, stat_loggers, keep_alive_on_engine_death=False)
+        self._fake_core.on_sent = self._remember
+        self._requests: dict[str, FakeRequest] = {}
+        """By internal id, in order."""
+
+    # --------------------------------------------------------------------------------------- answers
+
+    @property
+    def answers(self) -> Mapping[str, str]:
+        """Texts by prompt, or by the last message of a conversation. May be set at any time, for requests to come."""
+        return self._executor.answers
+
+    @answers.setter
+    def answers(self, answers: Mapping[str, str]) -> None:
+        self._executor.answers = answers
+
+    @property
+    def answer(self) -> str | None:
+        """The text for all other prompts. None: letters without end, which follow from the prompt and the seed."""
+        return self._executor.answer
+
+    @answer.setter
+    def answer(self, answer: str | None) -> None:
+        self._executor.answer = answer
+
+    # ---------------------------------------------------------------------------------------- faults
+
+    def kill(self, reason: str = "killed by the test") -> None:
+        """End the engine for good, as a crash does. Readers get what was sent, then EngineDeadError with `reason`."""
+        self._core.kill(reason)
+
+    def stall(self) -> None:
+        """Let the engine hang: it reads nothing and finishes no step until `resume`."""
+        self._fake_core.pause()
+
+    def resume(self) -> None:
+        """End `stall`; nothing was lost."""
+        self._fake_core.resume()
+
+    def slow(self, step_s: float) -> None:
+        """Let each step from the next one on take so many seconds of Trio's clock."""
+        self._fake_core.step_s = step_s
+
+    def drop_next_frame(self) -> None:
+        """Lose the next message of the engine that has tokens.
+
+        It is noticed by the gap that the request's next row shows, and ends the engine: readers get EngineDeadError. A
+        request whose last row was lost waits without end.
+        """
+        self._fake_core.drop_next_frame()
+
+    def faulty_token(self) -> None:
+        """Let the next row of a step be broken, as by logits that are not numbers. That request fails alone."""
+        self._executor.faults.append(SampledToken(-1))
+
+    def fail_next_row(self, message: str = "failed by the test") -> None:
+        """Let the next row of a step fail with this message. That request fails alone, with EngineGenerateError."""
+        self._executor.faults.append(RowError(message))
+
+    # ------------------------------------------------------------------------------------ inspection
+
+    @property
+    def core(self) -> InMemoryCoreClient:
+        """The link to the engine, to put messages in by hand."""
+        return self._fake_core
+
+    @property
+    def requests(self) -> list[FakeRequest]:
+        """All that the engine was ever sent, in order."""
+        return list(self._requests.values())
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that the scheduler runs, now."""
+        return self._fake_core.core.stats.num_running
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences in the scheduler's queue, now. What the engine has not read yet is in neither count."""
+        return self._fake_core.core.stats.num_waiting
+
+    @property
+    def num_free_blocks(self) -> int:
+        """KV blocks that no sequence holds, now."""
+        return self._fake_core.core.stats.num_free_blocks
+
+    async def assert_idle(self) -> None:
+        """Assert that nothing is left of any request: in the front end, in the scheduler and of the KV cache.
+
+        Waits until the engine has confirmed what was aborted. Of an engine that is dead, the front end alone counts.
+
+        Cancellation: safe.
+
+        Raises:
+            AssertionError: a request is unfinished and its block not left, or something leaks, or the engine stalls.
+        """
+        running = [state.external_id for state in self._handler._requests if not state.is_tombstone]
+        assert not running, f"unfinished, and their blocks are not left: {running}"
+        if self.dead_error is None:
+            assert not self.core.is_paused, "the engine is stalled, so nothing can be confirmed; call resume() first"
+        await self.wait_idle()
+        assert self._handler.processor is None or len(self._handler.processor) == 0
+        assert self._ledger.num_requests == self._ledger.num_tokens == 0
+        if self.dead_error is not None:
+            return
+        counts = await self.check_scheduler()
+        assert counts["num_running"] == counts["num_waiting"] == 0, counts
+        assert counts["num_free_blocks"] == counts["num_blocks"], counts
+        assert not self._utilities._waiting
+
+    def _remember(self, message: ToEngine) -> None:
+        if isinstance(message, EngineCoreRequest):
+            prompt, processor = message.prompt_token_ids, self._handler.processor
+            assert processor is not None
+            self._requests[message.request_id] = FakeRequest(
+                request_id=processor._states[message.request_id].external_id,
+                prompt=read_text(prompt),
+                token_ids=prompt,
+                params=message.params,
+            )
+        elif isinstance(message, Abort):
+            for request_id in self._requests.keys() & set(message.request_ids):
+                self._requests[request_id].was_aborted = True
+
+    # ----------------------------------------------------------------------------------- for AsyncLLM
+
+    async def _load_renderer(self, model: ModelConfig) -> Renderer:
+        tokenizer, template = _tokenizer_and_template()
+        return _InlineRenderer(tokenizer, template, max_model_len=model.max_model_len)
+
+
+class _InlineRenderer(Renderer):
+    """Without threads: while one works, every task waits, and a MockClock would jump."""
+
+    async def _run(self, work: Callable[[], _T], *, size: int) -> _T:
+        return await super()._run(work, size=0)
+
+
+@functools.cache
+def _tokenizer_and_template() -> tuple[Tokenizer, ChatTemplate]:
+    return (
+        Tokenizer.load(MODEL_DIR, logits_width=LOGITS_WIDTH),
+        ChatTemplate.load(MODEL_DIR, read_tokenizer_config(MODEL_DIR)),
+    )
+
+
+@asynccontextmanager
+async def open_fake_llm(
+    *,
+    answers: Mapping[str, str] | None = None,
+    answer: str | None = None,
+    step_s: float = 0.0,
+    stat_loggers: Sequence[StatLogger] = (),
+    wait_until_ready: bool = True,
+    **settings: Any,
+) -> AsyncIterator[FakeLLM]:
+    """A FakeLLM while the block lasts.
+
+    Args:
+        answers: texts by prompt, or by the last message of a conversation. A token is a byte, so `Hi` takes two steps,
+            and a third one for the end.
+        answer: the text for all other prompts. None: letters without end, up to `max_tokens` or the context; the same
+            for the same prompt with the same seed, or at temperature 0.
+        step_s: seconds of Trio's clock that each step takes; 0: a schedule point.
+        stat_loggers: get the statistics.
+        wait_until_ready: False: enter while the model seems to load.
+        settings: fields of EngineConfig, such as `max_model_len`, `max_num_seqs` or `num_gpu_blocks_override`; and
+            of FakeEngineConfig, such as `script` (token ids) or `fail_at_step`.
+
+    Cancellation: safe; leaving the block, by any way, ends everything at once.
+
+    Raises:
+        ConfigError: a setting is out of range.
+        TypeError: there is no such setting.
+    """
+    fake_fields = {name: settings.pop(name) for name in _FAKE_FIELDS & settings.keys()}
+    fake = FakeEngineConfig(logits_width=LOGITS_WIDTH, **{"eos_token_ids": (END,), **fake_fields})
+    config = EngineConfig(fake=fake, **settings)
+    if config.max_model_len is not None:
+        fake = msgspec.structs.replace(fake, max_model_len=config.max_model_len)
+    executor = AnsweringExecutor(fake, num_blocks=config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS)
+    executor.answers = {} if answers is None else answers
+    executor.answer = answer
+    llm = FakeLLM(executor, config, stat_loggers, step_s=step_s)
+    async with open_tasks(llm, wait_until_ready=wait_until_ready):
+        yield llm
