@@ -10,6 +10,8 @@ import trio
 
 from trio_llm.frontend.exception_groups import single_leaf, unwrap_single
 
+NURSERY = "Exceptions from Trio nursery"
+
 
 def raise_unwrapped(error: BaseException) -> None:
     with unwrap_single():
@@ -31,8 +33,8 @@ async def the_cancelled() -> trio.Cancelled:
     "wrap",
     [
         lambda e: e,
-        lambda e: BaseExceptionGroup("", [e]),
-        lambda e: BaseExceptionGroup("", [BaseExceptionGroup("", [BaseExceptionGroup("", [e])])]),
+        lambda e: BaseExceptionGroup(NURSERY, [e]),
+        lambda e: BaseExceptionGroup(NURSERY, [BaseExceptionGroup(NURSERY, [BaseExceptionGroup(NURSERY, [e])])]),
     ],
     ids=["bare", "group", "nested"],
 )
@@ -49,7 +51,7 @@ def test_one_error_comes_out_as_itself(
 
 
 def test_two_errors_stay_the_group_they_are() -> None:
-    group = ExceptionGroup("", [KeyError("a"), ExceptionGroup("", [ValueError("b")])])
+    group = ExceptionGroup(NURSERY, [KeyError("a"), ExceptionGroup(NURSERY, [ValueError("b")])])
 
     with pytest.raises(ExceptionGroup) as raised:
         raise_unwrapped(group)
@@ -63,7 +65,7 @@ async def test_a_cancellation_beside_an_error_is_left_aside() -> None:
     error = KeyError("mine")
 
     with pytest.raises(KeyError) as raised:
-        raise_unwrapped(BaseExceptionGroup("", [cancelled, BaseExceptionGroup("", [error]), cancelled]))
+        raise_unwrapped(BaseExceptionGroup(NURSERY, [cancelled, BaseExceptionGroup(NURSERY, [error]), cancelled]))
 
     assert raised.value is error
 
@@ -71,8 +73,8 @@ async def test_a_cancellation_beside_an_error_is_left_aside() -> None:
 async def test_a_cancellation_alone_stays_one_and_two_errors_beside_it_stay_a_group() -> None:
     cancelled = await the_cancelled()
 
-    assert single_leaf(BaseExceptionGroup("", [cancelled])) is cancelled
-    assert single_leaf(BaseExceptionGroup("", [cancelled, KeyError(), ValueError()])) is None
+    assert single_leaf(BaseExceptionGroup(NURSERY, [cancelled])) is cancelled
+    assert single_leaf(BaseExceptionGroup(NURSERY, [cancelled, KeyError(), ValueError()])) is None
 
 
 async def test_the_scope_that_was_cancelled_still_catches_what_came_through() -> None:
@@ -116,3 +118,18 @@ async def test_what_an_error_was_raised_from_is_kept(fail: Callable[[], NoReturn
             fail()
 
     assert three(unwrapped.value) == three(alone.value)
+
+
+def test_a_group_that_somebody_raised_on_purpose_stays_a_group() -> None:
+    mine = ExceptionGroup("mine", [ValueError("x")])
+
+    async def main() -> None:
+        with unwrap_single():
+            async with trio.open_nursery():
+                raise mine
+
+    with pytest.raises(ExceptionGroup) as caught:
+        trio.run(main)
+
+    assert caught.value.message == "mine"
+    assert [str(error) for error in caught.value.exceptions] == ["x"]

@@ -348,3 +348,17 @@ async def test_statistics_of_an_engine_that_loads_or_is_dead_can_be_read() -> No
 
     assert (loading.state, loading.num_kv_blocks) == ("loading", 0)
     assert (dead.state, dead.num_running) == ("dead", 0)
+
+
+@pytest.mark.parametrize("messages", [["hi"], "hi", [5], 5])
+async def test_what_is_no_list_of_messages_is_refused_as_bad_input(messages: Any) -> None:
+    async with open_fake_llm() as llm:
+        with pytest.raises(InvalidRequestError):
+            await llm.chat(messages)
+        await llm.assert_idle()
+
+
+async def test_prompts_that_cannot_be_iterated_come_as_the_error_of_the_iteration() -> None:
+    async with open_fake_llm() as llm, llm.map(5) as results:  # type: ignore[arg-type]
+        with pytest.raises(TypeError):
+            await anext(results)

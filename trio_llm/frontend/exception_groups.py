@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import trio
 
 __all__ = ["single_leaf", "unwrap_single"]
 
+_NURSERY_MESSAGE: Final = "Exceptions from Trio nursery"
+"""By this the groups are known that Trio makes."""
+
 
 def single_leaf(error: BaseException) -> BaseException | None:
     """The one exception in a group, however deep, leaving aside cancellations beside it. None: there are more."""
-    if not isinstance(error, BaseExceptionGroup):
+    if not _is_of_a_nursery(error):
         return error
+    assert isinstance(error, BaseExceptionGroup)
     leaves = list(_leaves(error))
     causes = [leaf for leaf in leaves if not isinstance(leaf, trio.Cancelled)]
     if len(causes) == 1:
@@ -41,9 +46,14 @@ def unwrap_single() -> Iterator[None]:
             leaf.__cause__, leaf.__context__, leaf.__suppress_context__ = cause, context, is_hidden
 
 
+def _is_of_a_nursery(error: BaseException) -> bool:
+    """Groups that somebody raised on purpose stay what they are."""
+    return isinstance(error, BaseExceptionGroup) and error.message == _NURSERY_MESSAGE
+
+
 def _leaves(group: BaseExceptionGroup[BaseException]) -> Iterator[BaseException]:
     for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
+        if isinstance(error, BaseExceptionGroup) and _is_of_a_nursery(error):
             yield from _leaves(error)
         else:
             yield error

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
+from trio_llm.frontend.text.parallel_sampling import num_scorings
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig
 
@@ -86,7 +87,8 @@ class InputProcessor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("bad_words", chain.from_iterable(bad_words))
         if params.prompt_logprobs is not None:
-            check_num_scores("prompt_logprobs", len(prompt_token_ids), params.prompt_logprobs)
+            times = num_scorings(params)
+            check_num_scores("prompt_logprobs", len(prompt_token_ids) * times, params.prompt_logprobs)
         if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
             raise InvalidRequestError("priority must be a 64-bit integer", "priority")
         filled = msgspec.structs.replace(

@@ -106,7 +106,7 @@ class LibraryCalls(abc.ABC):
 
         async def render() -> RequestStream:
             token_ids = await self.renderer.render_chat(
-                [dict(message) for message in messages],
+                _as_dicts(messages),
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
             )
             return self.generate(token_ids, params, request_id=request_id, priority=priority)
@@ -220,3 +220,10 @@ def _whole(params: SamplingParams | None, fields: Mapping[str, Any]) -> Sampling
 
 async def _only(stream: RequestStream) -> RequestOutput:
     return await anext(stream)  # FINAL_ONLY: there is one
+
+
+def _as_dicts(messages: Any) -> Any:
+    """Messages of any mapping type as the renderer takes them; it refuses whatever else this is."""
+    if not isinstance(messages, list | tuple):
+        return messages
+    return [dict(message) if isinstance(message, Mapping) else message for message in messages]

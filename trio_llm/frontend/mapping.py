@@ -83,11 +83,12 @@ class _Mapping:
                     await self._feed(prompts, nursery)
 
     async def _feed(self, prompts: Prompts, nursery: trio.Nursery) -> None:
-        take = _taker(prompts)
+        take: Callable[[], Awaitable[object]] | None = None
         number = 0
         while True:
             await self._slots.acquire()
             try:
+                take = take or _taker(prompts)
                 prompt = await take()
             except Exception as error:
                 self._pass_on(number, error)

@@ -41,7 +41,7 @@ _SLICE_ROWS: Final = 128
 _MAX_EXPIRED: Final = 2
 """After so many deadlines that passed while the reader stayed, a request is sent without one."""
 _MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024
-"""Of memory, for one request: about ten thousand tokens that nobody reads."""
+"""Of memory, for one choice of a request: about ten thousand tokens that nobody reads."""
 
 
 @dataclass(slots=True, eq=False)
@@ -264,7 +264,7 @@ class OutputHandler:
             self._bury_family(row.state, aborted)
         if row.finish_reason is not None:
             self._recorder.request_finished(row.state, request.clock, row.finish_reason)
-        elif unread_bytes > _MAX_UNREAD_BYTES:
+        elif unread_bytes > _MAX_UNREAD_BYTES * (1 if row.state.family is None else len(row.state.family.child_ids)):
             self._give_up_on_reader(request, unread_bytes, aborted)
         if row.must_abort:
             aborted.append(row.state.request.request_id)
@@ -273,7 +273,9 @@ class OutputHandler:
 
     def _give_up_on_reader(self, request: LiveRequest, unread_bytes: int, aborted: list[str]) -> None:
         request.collector.put_error(
-            EngineGenerateError(f"{unread_bytes} bytes of output were not read, the limit is {_MAX_UNREAD_BYTES}")
+            EngineGenerateError(
+                f"{unread_bytes} bytes of output were not read, the limit is {_MAX_UNREAD_BYTES} for each choice"
+            )
         )
         self._bury_family(request.state, aborted)
 

@@ -292,6 +292,8 @@ def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput |
     output = RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [news], is_last)
     if state.prompt_logprobs is not None:
         _add_prompt_logprobs(state, output)
+    elif state.family is not None and state.kind is RequestOutputKind.CUMULATIVE:
+        output.prompt_logprobs = state.family.prompt_logprobs
     return state.family.finish(output) if is_last and state.family is not None else output
 
 

@@ -251,10 +251,18 @@ async def test_a_full_server_refuses_and_serves_again_when_there_is_room(autojum
     assert "limit of this server is 1 (--max-num-queued-reqs)" in refused.error["message"]
 
 
-async def test_more_prompts_than_could_ever_be_let_in_are_a_400() -> None:
+@pytest.mark.parametrize(
+    ("limits", "fields"),
+    [
+        ({"max_num_queued_reqs": 2}, {"prompt": ["x", "y", "z"]}),
+        ({"max_num_queued_reqs": 5}, {"prompt": ["x", "y", "z"], "n": 2, "temperature": 1}),
+        ({"max_num_queued_tokens": 10}, {"prompt": ["x" * 8, "y" * 8]}),
+    ],
+)
+async def test_more_prompts_than_could_ever_be_let_in_are_a_400(limits: dict[str, int], fields: dict[str, Any]) -> None:
     client = FakeClient()
-    client.config = EngineConfig(max_num_queued_reqs=2)
-    exchange = Post(client, prompt=["x", "y", "z"])
+    client.config = EngineConfig(**limits)  # type: ignore[arg-type]
+    exchange = Post(client, **fields)
     await exchange.run()
 
     assert exchange.status == 400

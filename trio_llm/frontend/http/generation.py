@@ -71,13 +71,8 @@ class Generation:
             RequestTimeoutError: the request's time was over before it was admitted.
             InvalidRequestError, EngineError: as `EngineClient.generate`, out of the block, alone or in a group.
         """
-        limit = self.client.config.max_num_queued_reqs
-        if limit is not None and len(self.prompts) > limit:
-            raise InvalidRequestError(
-                f"{len(self.prompts)} prompts are more than this server takes at a time ({limit}, "
-                "--max-num-queued-reqs); send fewer",
-                "prompt",
-            )
+        if len(self.prompts) > 1:
+            self._check_limits()
         if len(self.prompts) == 1:
             async with self._open_one(0, self.request_id) as outputs:
                 yield outputs
@@ -90,6 +85,22 @@ class Generation:
             async with receiver:
                 yield receiver
             nursery.cancel_scope.cancel(reason="the reader of the outputs has left")
+
+    def _check_limits(self) -> None:
+        """Prompts are admitted one by one: those that can never all be in are refused, not told to come back."""
+        choices = 1 if self.params.is_greedy else self.params.n
+        limits = self.client.config
+        num_tokens = choices * sum(len(prompt) for prompt in self.prompts)
+        for count, limit, what, flag in (
+            (choices * len(self.prompts), limits.max_num_queued_reqs, "choices", "--max-num-queued-reqs"),
+            (num_tokens, limits.max_num_queued_tokens, "prompt tokens", "--max-num-queued-tokens"),
+        ):
+            if limit is not None and count > limit:
+                raise InvalidRequestError(
+                    f"{len(self.prompts)} prompts with {count} {what} are more than this server takes at a time "
+                    f"({limit}, {flag}); send fewer in one request",
+                    "prompt",
+                )
 
     async def _forward(self, index: int, sender: trio.MemorySendChannel[IndexedOutput]) -> None:
         async with sender, self._open_one(index, f"{self.request_id}-{index}") as outputs:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import msgspec
 
 from trio_llm.outputs import CompletionOutput, RequestOutput, TokenLogprobs
-from trio_llm.sampling import RequestOutputKind
+from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest
 
-__all__ = ["Family", "fan_out", "repeat_choice"]
+__all__ = ["Family", "fan_out", "num_scorings", "repeat_choice"]
 
 _INT64 = 2**63
 
@@ -37,14 +37,19 @@ def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
                 params,
                 n=1,
                 seed=_wrap(params.seed + index),
-                # One prompt, one scoring; but with DELTA, any of the choices may be the first to be read.
-                prompt_logprobs=params.prompt_logprobs
-                if index == 0 or params.output_kind is RequestOutputKind.DELTA
-                else None,
+                prompt_logprobs=params.prompt_logprobs if index < num_scorings(params) else None,
             ),
         )
         for index in range(params.n)
     ]
+
+
+def num_scorings(params: SamplingParams) -> int:
+    """How many of the children tell the prompt's log-probabilities.
+
+    One prompt, one scoring; but with DELTA, any of the choices may be the first to be read.
+    """
+    return params.n if params.output_kind is RequestOutputKind.DELTA and not params.is_greedy else 1
 
 
 def _child_id(parent_id: str, index: int) -> str:
