@@ -157,6 +157,19 @@ async def wait_all_or_running(processor: object, count: int) -> None:
         await trio.lowlevel.checkpoint()
 
 
+async def test_two_requests_of_the_same_id_at_once_both_complete() -> None:
+    async with open_fake_llm() as fake:
+        async with (
+            fake.llm.generate(HELLO, params(), request_id="x") as first,
+            fake.llm.generate([1, 2], params(), request_id="x") as second,
+        ):
+            answers = [[o async for o in stream] for stream in (first, second)]
+
+        assert [outputs[-1].outputs[0].finish_reason for outputs in answers] == ["length", "length"]
+        assert [sum(len(o.outputs[0].token_ids) for o in outputs) for outputs in answers] == [8, 8]
+        await fake.assert_nothing_is_left()
+
+
 async def test_an_id_may_be_used_again_right_after_its_abort() -> None:
     async with open_fake_llm() as fake:
         async with fake.llm.generate(HELLO, params(1000), request_id="x") as stream:
