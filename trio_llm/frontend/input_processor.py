@@ -16,7 +16,7 @@ from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig
 
-__all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "make_internal_id"]
+__all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "check_priority", "make_internal_id"]
 
 MAX_PROMPT_LOGPROBS: Final = 128 * 1024
 """Log-probabilities of one request's prompts: about 20 MB of objects while the answer is put together."""
@@ -37,6 +37,12 @@ def check_num_scores(name: str, num_prompt_tokens: int, num_top: int) -> None:
             f"the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer alternatives, or shorten the prompt",
             name,
         )
+
+
+def check_priority(priority: int) -> None:
+    """Raise InvalidRequestError if it has no form on the wire."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise InvalidRequestError("priority must be a 64-bit integer", "priority")
 
 
 def make_internal_id(external_id: str) -> str:
@@ -87,8 +93,7 @@ class InputProcessor:
         self._check_ids("bad_words", chain.from_iterable(bad_words))
         if params.prompt_logprobs is not None:
             check_num_scores("prompt_logprobs", len(prompt_token_ids), params.prompt_logprobs)
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise InvalidRequestError("priority must be a 64-bit integer", "priority")
+        check_priority(priority)
         filled = msgspec.structs.replace(
             params,
             max_tokens=room if params.max_tokens is None else params.max_tokens,

@@ -16,7 +16,8 @@ from tests.engine.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_confi
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch
-from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.errors import EngineStartupError
 from trio_llm.sampling import SamplingParams

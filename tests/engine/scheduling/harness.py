@@ -7,7 +7,8 @@ from collections import Counter
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.executor.base import StepPlan, StepResult
 from trio_llm.engine.executor.fake import FakeExecutor
-from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreOutput
