@@ -276,7 +276,7 @@ async def test_what_is_wrong_with_a_later_input_comes_after_the_answers_before(
         with pytest.raises(error):
             async with fake.llm.generate(inputs(), GREEDY) as stream:
                 async for output in stream:
-                    outputs.append(output)  # noqa: PERF401
+                    outputs.append(output)
 
         assert len(tokens(outputs)) == 5
         assert outputs[-1].outputs[0].finish_reason == "length"

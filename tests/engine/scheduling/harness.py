@@ -119,7 +119,7 @@ class MiniEngine:
             assert row.request_id not in self.finals, "a row after the last one"
             assert row.start == len(self.tokens[row.request_id]), "a gap or a repeat"
             self.tokens[row.request_id] += row.new_token_ids
-            if row.finish_reason is not None:
+            if row.finish_reason is not None and not row.goes_on:
                 self.finals[row.request_id] = row
 
 
