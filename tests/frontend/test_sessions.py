@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 from tests.frontend.cancelling import cancel_at_every_checkpoint
 from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
@@ -452,6 +453,32 @@ async def test_leaving_the_block_of_open_llm_ends_the_feeding_and_the_reader() -
         while True:
             await anext(stream)
     await stream.__aexit__(None, None, None)
+
+
+async def test_inputs_that_fail_while_they_are_cancelled_harm_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def clumsy() -> AsyncIterator[StreamingInput]:
+        async def fail_when_cancelled() -> None:
+            try:
+                await trio.sleep_forever()
+            finally:
+                raise ValueError("clumsy")
+
+        yield StreamingInput([1])
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(trio.sleep_forever)
+            nursery.start_soon(fail_when_cancelled)
+
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(clumsy(), GREEDY) as stream:
+            async for output in stream:
+                if output.outputs[0].finish_reason is not None:
+                    break
+            await trio.testing.wait_all_tasks_blocked()
+        await trio.testing.wait_all_tasks_blocked()
+
+        assert "failed when it was over already" in caplog.text
+        await fake.assert_nothing_is_left()
+        assert len(await answer_alone(fake.llm, [1])) == 5
 
 
 async def test_the_deadline_does_not_go_with_a_session() -> None:

@@ -5,6 +5,7 @@ The engine keeps what it has computed between them. The task that reads the iter
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncGenerator, AsyncIterable, Callable
 from dataclasses import dataclass
 from typing import Final
@@ -22,6 +23,8 @@ from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import Continue, EngineCoreRequest
 
 __all__ = ["Session", "SessionCollector", "StreamingInput", "check_session_params"]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,12 +159,13 @@ class Session:
 
         Cancellation: safe; the request stays as it is, for its reader to leave.
         """
-        with self._scope:
-            error: Exception | None = None
-            try:
+        error: Exception | None = None
+        try:
+            with self._scope:
                 await self._feed()
-            except Exception as caught:  # the caller's: whatever it is, it is the reader's, as itself
-                error = caught
+        except Exception as caught:  # the caller's: whatever it is, it is the reader's, as itself
+            error = caught
+        if error is not None or not self._scope.cancelled_caught:
             self._end(error)
 
     async def _feed(self) -> None:
@@ -217,5 +221,7 @@ class Session:
         output = self._handler.end_session(self.request, reason)
         if error is not None:
             self._collector.put_error(error)
+            if output is None:
+                logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)
         elif output is not None:
             self._collector.put(output)

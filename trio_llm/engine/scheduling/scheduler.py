@@ -300,7 +300,7 @@ class Scheduler:
             logprobs=None if sampled.logprobs is None else [sampled.logprobs],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            goes_on=finish_reason is not None and sequence.is_resumable,
+            goes_on=sequence.is_resumable and finish_reason is not None,
         )
 
     def _rest(self, sequence: Sequence) -> None:
