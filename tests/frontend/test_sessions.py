@@ -11,7 +11,13 @@ import trio.testing
 
 from tests.frontend.cancelling import cancel_at_every_checkpoint
 from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
-from trio_llm.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, PromptTooLongError
+from trio_llm.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    InvalidRequestError,
+    PromptTooLongError,
+    QueueFullError,
+)
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.sessions import StreamingInput
@@ -122,6 +128,16 @@ async def test_each_input_may_have_its_own_parameters() -> None:
         assert [answer[0].outputs[0].logprobs is not None for answer in answers] == [False, True, False]
 
 
+async def test_each_answer_shows_special_tokens_as_its_own_parameters_say() -> None:
+    special = 257
+    async with open_fake_llm(script=(special,)) as fake:
+        inputs = giving([1], StreamingInput([2], SamplingParams(max_tokens=1, skip_special_tokens=False)))
+        async with fake.llm.generate(inputs, SamplingParams(max_tokens=1)) as stream:
+            *answers, _ = await read(stream)
+
+        assert [answer[0].outputs[0].text for answer in answers] == ["", "<|system|>"]
+
+
 async def test_an_answer_that_ends_by_a_stop_token_keeps_it_before_the_next_input() -> None:
     async with open_fake_llm() as fake:
         first = await answer_alone(fake.llm, [1])
@@ -202,6 +218,18 @@ async def test_a_session_counts_once_in_the_statistics() -> None:
         await fake.assert_nothing_is_left()
 
         assert sum(fake.llm.statistics().num_finished.values()) == 1
+
+
+async def test_a_session_counts_once_for_admission_until_the_engine_has_confirmed_its_end() -> None:
+    async with open_fake_llm(max_num_queued_reqs=1) as fake:
+        async with fake.llm.generate(Endless([1], [2]), GREEDY) as stream:
+            while (await anext(stream)).outputs[0].finish_reason is None:
+                pass
+            with pytest.raises(QueueFullError):
+                await answer_alone(fake.llm, [1])
+        await fake.llm.wait_idle()
+
+        assert len(await answer_alone(fake.llm, [1])) == 5
 
 
 async def test_an_idle_session_that_loses_its_blocks_goes_on_with_the_same_tokens(
