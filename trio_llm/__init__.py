@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from trio_llm.frontend.engine_client import EngineClient
     from trio_llm.frontend.http.host import serve
     from trio_llm.frontend.opening import open_llm
+    from trio_llm.frontend.sessions import StreamingInput
     from trio_llm.outputs import CompletionOutput, RequestOutput
     from trio_llm.sampling import RequestOutputKind, SamplingParams
 
@@ -64,6 +65,7 @@ _HOMES: Final = {
     "RequestTimeoutError": "trio_llm.errors",
     "SamplingParams": "trio_llm.sampling",
     "ServerConfig": "trio_llm.config",
+    "StreamingInput": "trio_llm.frontend.sessions",
     "TrioLLMError": "trio_llm.errors",
     "open_llm": "trio_llm.frontend.opening",
     "serve": "trio_llm.frontend.http.host",
@@ -94,6 +96,7 @@ __all__ = [
     "RequestTimeoutError",
     "SamplingParams",
     "ServerConfig",
+    "StreamingInput",
     "TrioLLMError",
     "__version__",
     "open_llm",

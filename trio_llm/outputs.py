@@ -36,7 +36,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionOutput(msgspec.Struct, gc=False):
-    """One choice. With DELTA: what is new in it; else: all of it. Its last one has the finish reason."""
+    """One choice. With DELTA: what is new in it; else: all of it. Its last one has the finish reason.
+
+    In a session that holds for each answer, and CUMULATIVE gives all of the newest.
+    """
 
     index: int
     text: str
@@ -54,6 +57,7 @@ class RequestOutput(msgspec.Struct, gc=False):
     request_id: str
     """The caller's id, or the one that was made for the caller."""
     num_prompt_tokens: int
+    """Of a session: tokens of all its inputs so far."""
     num_cached_tokens: int
     """Prompt tokens that the engine did not have to compute."""
     outputs: list[CompletionOutput]

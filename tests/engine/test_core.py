@@ -15,6 +15,7 @@ from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
     Abort,
     Ack,
+    Continue,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -202,3 +203,72 @@ def test_no_mix_of_messages_ends_the_engine_or_leaks_a_block(messages: list[Any]
         "num_free_blocks": 16,
         "num_blocks": 16,
     }
+
+
+# ------------------------------------------------------------------------------------------ sessions
+
+PARAMS = SamplingParams(max_tokens=3, seed=1)
+
+
+def test_the_rows_of_a_session_count_the_tokens_of_all_its_answers() -> None:
+    core = a_core()
+
+    first = run(core, a_request(resumable=True))
+    second = run(core, Continue("r", [5], PARAMS))
+    end = run(core, Abort(["r"]))
+
+    assert [row.start for row in first + second + end] == [0, 1, 2, 3, 4, 5, 6]
+    assert [row.finish_reason for row in first + second + end] == [None, None, "length"] * 2 + ["abort"]
+    assert [row.goes_on for row in first + second + end] == [False, False, True] * 2 + [False]
+    assert core.stats.num_free_blocks == core.stats.num_blocks
+
+
+def test_a_session_between_inputs_leaves_the_engine_idle() -> None:
+    core = a_core()
+
+    run(core, a_request(resumable=True))
+
+    assert not core.is_busy
+    assert core.stats.num_running == core.stats.num_waiting == 0
+    assert core.stats.num_free_blocks < core.stats.num_blocks
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (Continue("r", [], PARAMS), "no tokens"),
+        (Continue("r", [-1], PARAMS), "outside"),
+        (Continue("r", [2**40], PARAMS), "outside"),
+        (Continue("r", [1] * 10_000, PARAMS), "no room"),
+        (Continue("r", [1], SamplingParams(seed=1, max_tokens=None)), "must be set"),
+        (Continue("r", [1], SamplingParams(seed=1, max_tokens=1, prompt_logprobs=1)), "prompt_logprobs"),
+        (Continue("r", [1], PARAMS, [[]]), "a word"),
+    ],
+)
+def test_an_input_that_the_front_end_should_have_refused_ends_its_session_alone(message: Continue, why: str) -> None:
+    core = a_core()
+    run(core, a_request(resumable=True))
+
+    (row,) = run(core, message)
+
+    assert (row.finish_reason, row.start, row.goes_on) == ("error", 3, False)
+    assert row.error is not None
+    assert why in row.error
+    assert core.stats.num_free_blocks == core.stats.num_blocks
+    assert len(run(core, a_request("next"))) == 3
+
+
+def test_an_input_before_the_answer_is_over_ends_its_session_alone() -> None:
+    core = a_core()
+    core.handle(a_request(resumable=True), 0.0)
+    core.step(0.0)
+
+    (row,) = run(core, Continue("r", [1], PARAMS))
+
+    assert row.error is not None
+    assert "before the answer" in row.error
+    assert core.stats.num_free_blocks == core.stats.num_blocks
+
+
+def test_an_input_for_no_session_is_nothing() -> None:
+    assert run(a_core(), Continue("unknown", [1], PARAMS)) == []

@@ -17,6 +17,7 @@ from trio_llm.wire.codec import decode_from_engine, decode_to_engine, encode
 from trio_llm.wire.messages import (
     Abort,
     Ack,
+    Continue,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -52,6 +53,8 @@ PARAMS = SamplingParams(
 TO_ENGINE: list[ToEngine] = [
     EngineCoreRequest("r-1", [1, 2, 3], PARAMS, priority=-5, deadline_s=1.5, output_token_ids=[4]),
     EngineCoreRequest("r-2", [0], SamplingParams()),
+    EngineCoreRequest("r-3", [0], SamplingParams(), resumable=True),
+    Continue("r-3", [1, 2], PARAMS, [[3, 4]]),
     Abort(["a", "b"]),
     Ack(2**40),
     UtilityCall(1, "ping", [None, True, -1, 0.5, "x"]),
@@ -65,6 +68,7 @@ FROM_ENGINE: list[FromEngine] = [
             EngineCoreOutput("r-1", 3, [4, 5], [LogprobRow([4, 9], [-0.5, -1.5], 1)], "stop", 5, None, 2),
             EngineCoreOutput("r-2", 0, [], finish_reason="error", error="why"),
             EngineCoreOutput("r-3", 0, [], finish_reason="error", error="late", is_expired=True),
+            EngineCoreOutput("r-4", 5, [1], finish_reason="length", goes_on=True),
         ],
         SchedulerStats(1, 2, 3, 4, 5, 6),
         [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no")],

@@ -11,11 +11,14 @@ from typing import Final
 
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import Executor
-from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
     Abort,
     Ack,
+    Continue,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -74,6 +77,8 @@ class EngineCore:
         match message:
             case EngineCoreRequest():
                 self._add(message, now_s)
+            case Continue():
+                self._continue(message)
             case Abort():
                 self._rows.extend(self._scheduler.abort(request_id) for request_id in message.request_ids)
             case Ack():
@@ -141,8 +146,16 @@ class EngineCore:
                 bad_words=request.bad_words_token_ids,
                 # They are out before the first token is.
                 num_scored_tokens=len(request.prompt_token_ids) if request.output_token_ids else 1,
+                is_resumable=request.resumable,
             )
         )
+
+    def _continue(self, message: Continue) -> None:
+        problem = self._find_problem_with(message.token_ids, message.params, message.bad_words_token_ids)
+        if message.params.prompt_logprobs is not None:
+            problem = "prompt_logprobs are not for sessions"
+        if row := self._scheduler.resume(message, problem):
+            self._rows.append(row)
 
     def _find_problem(self, request: EngineCoreRequest) -> str | None:
         """What the front end should have refused: the engine must live through it all the same."""
@@ -154,14 +167,25 @@ class EngineCore:
             return "the prompt has no tokens"
         if len(token_ids) >= info.max_model_len:
             return f"{len(token_ids)} tokens leave no room for an answer within {info.max_model_len}"
-        if not 0 <= min(token_ids) <= max(token_ids) < info.logits_width:
-            return f"a token id is outside 0 to {info.logits_width - 1}"
-        if not all(request.bad_words_token_ids):
-            return "a word that must not come has no tokens"
-        if request.params.max_tokens is None or request.params.seed is None:
-            return "max_tokens and seed must be set"
+        if request.resumable and request.params.prompt_logprobs is not None:
+            return "prompt_logprobs are not for sessions"
+        if problem := self._find_problem_with(token_ids, request.params, request.bad_words_token_ids):
+            return problem
+        assert request.params.max_tokens is not None
         if len(request.output_token_ids) >= request.params.max_tokens:
             return "as many tokens as wanted were generated already"
+        return None
+
+    def _find_problem_with(
+        self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
+    ) -> str | None:
+        logits_width = self._executor.info.logits_width
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < logits_width:
+            return f"a token id is outside 0 to {logits_width - 1}"
+        if not all(bad_words):
+            return "a word that must not come has no tokens"
+        if params.max_tokens is None or params.seed is None:
+            return "max_tokens and seed must be set"
         return None
 
     # ------------------------------------------------------------------------------------ utilities

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -26,11 +26,12 @@ from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
+from trio_llm.frontend.input_processor import InputProcessor, check_priority, make_internal_id
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.request_stream import GenerateStream
+from trio_llm.frontend.sessions import Session, StreamingInput, check_session_params
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
@@ -89,6 +90,8 @@ class AsyncLLM(EngineClient):
         self._settled = trio.Event()
         """Ready or dead."""
         self._dead = trio.Event()
+        self._nursery: trio.Nursery | None = None
+        """Of `open_llm`, once its tasks run."""
         self._idle_waiters = trio.lowlevel.ParkingLot()
         self._dead_error: EngineDeadError | None = None
         self._is_draining = False
@@ -124,7 +127,7 @@ class AsyncLLM(EngineClient):
 
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -132,21 +135,17 @@ class AsyncLLM(EngineClient):
     ) -> GenerateStream:
         external_id = request_id if request_id is not None else uuid.uuid4().hex
         params = params if params is not None else SamplingParams()
-        return GenerateStream(
-            external_id,
-            partial(self._admit, prompt, params, external_id, priority),
-            self._handler.leave,
-            self._handler.resubmit,
-        )
+        if not isinstance(prompt, str | list) and isinstance(prompt, AsyncIterable):
+            admit = partial(self._admit_session, prompt, params, external_id, priority)
+        else:
+            admit = partial(self._admit, prompt, params, external_id, priority)
+        return GenerateStream(external_id, admit, self._handler.leave, self._handler.resubmit)
 
     async def _admit(
         self, prompt: str | list[int], params: SamplingParams, external_id: str, priority: int
     ) -> LiveRequest:
         arrived_s = trio.current_time()
-        if not isinstance(external_id, str) or not 1 <= len(external_id) <= _MAX_REQUEST_ID_CHARS:
-            raise InvalidRequestError(
-                f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
-            )
+        _check_request_id(external_id)
         self.check_admission()
         token_ids = await self.renderer.render_prompt(prompt)
         bad_words = await self.renderer.render_bad_words(params.bad_words) if params.bad_words else []
@@ -163,6 +162,27 @@ class AsyncLLM(EngineClient):
             bad_words_token_ids=bad_words,
         )
         return self._handler.submit(request, external_id, arrived_s)
+
+    async def _admit_session(
+        self, inputs: AsyncIterable[StreamingInput], params: SamplingParams, external_id: str, priority: int
+    ) -> LiveRequest:
+        _check_request_id(external_id)
+        check_priority(priority)
+        check_session_params(params)
+        await trio.lowlevel.checkpoint()
+        self.check_admission()
+        assert self._nursery is not None
+        session = Session(
+            inputs,
+            params,
+            external_id=external_id,
+            priority=priority,
+            renderer=self.renderer,
+            input_processor=self.input_processor,
+            handler=self._handler,
+        )
+        self._nursery.start_soon(session.run)
+        return session.request
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -255,6 +275,7 @@ class AsyncLLM(EngineClient):
     # ----------------------------------------------------------------------------------------- tasks
 
     async def _run(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
         nursery.start_soon(self._core.run)
         nursery.start_soon(self._handler.run)
         nursery.start_soon(self._log_statistics)
@@ -340,3 +361,10 @@ class AsyncLLM(EngineClient):
         progress = self._progress
         how_far = f", {progress.done} of {progress.total}" if progress.total else ""
         return EngineUnavailableError(f"the model is still loading (phase {progress.phase}{how_far})")
+
+
+def _check_request_id(external_id: str) -> None:
+    if not isinstance(external_id, str) or not 1 <= len(external_id) <= _MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(
+            f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
+        )

@@ -6,7 +6,7 @@ Routes talk to nothing else. `AsyncLLM` implements it over local engine processe
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from trio_llm.config import EngineConfig
     from trio_llm.frontend.input_processor import InputProcessor
     from trio_llm.frontend.rendering.renderer import Renderer
+    from trio_llm.frontend.sessions import StreamingInput
     from trio_llm.frontend.statistics.totals import EngineStatistics
     from trio_llm.sampling import SamplingParams
     from trio_llm.wire.messages import ModelConfig
@@ -77,7 +78,7 @@ class EngineClient(LibraryCalls):
     @abc.abstractmethod
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
@@ -89,6 +90,14 @@ class EngineClient(LibraryCalls):
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
         begun by then, and takes it again if the stream is read all the same.
+
+        With an async iterable as the prompt, the request is a session: each input continues what the one before, its
+        answer included (the token that ended it, too), has left in the engine's cache, which is not computed again
+        unless others needed the room. The next input is asked for when the reader has taken the end of an answer: an
+        output with its finish reason and `finished=False`. After the last one an output with nothing new, the same
+        finish reason and `finished=True` ends the stream; CUMULATIVE gives all of the newest answer. What is wrong
+        with an input, and what the iterable itself raises, is raised by the stream. The deadline does not go with a
+        session. The iterable is read in a task of the engine's; an async generator is closed at the end.
 
         Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
         which costs at most the step in flight.

@@ -17,7 +17,7 @@ from trio_llm.frontend.text.parallel_sampling import num_scorings
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig
 
-__all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "make_internal_id"]
+__all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "check_priority", "make_internal_id"]
 
 MAX_PROMPT_LOGPROBS: Final = 128 * 1024
 """Log-probabilities of one request's prompts: about 20 MB of objects while the answer is put together."""
@@ -38,6 +38,12 @@ def check_num_scores(name: str, num_prompt_tokens: int, num_top: int) -> None:
             f"the limit is {MAX_PROMPT_LOGPROBS}; ask for fewer alternatives, or shorten the prompt",
             name,
         )
+
+
+def check_priority(priority: int) -> None:
+    """Raise InvalidRequestError if it has no form on the wire."""
+    if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
+        raise InvalidRequestError("priority must be a 64-bit integer", "priority")
 
 
 def make_internal_id(external_id: str) -> str:
@@ -89,8 +95,7 @@ class InputProcessor:
         if params.prompt_logprobs is not None:
             times = num_scorings(params)
             check_num_scores("prompt_logprobs", len(prompt_token_ids) * times, params.prompt_logprobs)
-        if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
-            raise InvalidRequestError("priority must be a 64-bit integer", "priority")
+        check_priority(priority)
         filled = msgspec.structs.replace(
             params,
             max_tokens=room if params.max_tokens is None else params.max_tokens,

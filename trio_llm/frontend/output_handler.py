@@ -20,10 +20,11 @@ from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.output_processor import OutputGap, OutputProcessor, ProcessedRow, RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.frontend.text.parallel_sampling import Family, fan_out
-from trio_llm.outputs import RequestOutput
+from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.wire.messages import (
     Abort,
     Ack,
+    Continue,
     EngineCoreOutputs,
     EngineCoreRequest,
     FromEngine,
@@ -152,6 +153,59 @@ class OutputHandler:
                 self._core.send_nowait(Abort(sent))
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
         return lives[0]
+
+    def open_session(
+        self, request: EngineCoreRequest, external_id: str, collector: RequestOutputCollector, arrived_s: float
+    ) -> LiveRequest:
+        """Register a session that has no input yet. Synchronous; nothing is sent. Its parameters are the first ones."""
+        assert self.processor is not None
+        live = LiveRequest(self.processor.add(request, external_id), collector, RequestClock(arrived_s))
+        self.register(live)
+        return live
+
+    def send_input(
+        self,
+        session: LiveRequest,
+        request: EngineCoreRequest,
+        message: EngineCoreRequest | Continue,
+        *,
+        num_input_tokens: int,
+    ) -> None:
+        """Send a session's next input. Synchronous; does nothing if the session is over.
+
+        Args:
+            request: with all tokens before the answer.
+            message: what tells the engine of it.
+            num_input_tokens: of all inputs so far, this one included.
+
+        Raises:
+            InvalidRequestError: it has no form on the wire.
+        """
+        state = session.state
+        if self.processor is None or state.is_tombstone or state not in self._requests:
+            return
+        try:
+            self._core.send_nowait(message)
+        except CodecError as error:
+            raise InvalidRequestError(f"the input cannot be sent to the engine: {error}") from error
+        if session.clock.first_token_s is None:
+            self._ledger.add(state, num_input_tokens)
+        else:
+            self._recorder.more_prompt_tokens(num_input_tokens - state.num_prompt_tokens)
+        self.processor.begin_answer(state, request, num_input_tokens=num_input_tokens)
+
+    def end_session(self, session: LiveRequest, reason: FinishReason) -> RequestOutput | None:
+        """No input follows: the engine forgets the session. Synchronous.
+
+        Returns:
+            The last output for its reader; None if it was over before.
+        """
+        state = session.state
+        if self.processor is None or not self.processor.bury(state):
+            return None
+        self._recorder.request_finished(state, session.clock, reason)
+        self._core.send_nowait(Abort([state.request.request_id]))
+        return self.processor.end_session(state, reason)
 
     def register(self, request: LiveRequest) -> None:
         """Before it is sent, so that no row can come for an unknown request."""

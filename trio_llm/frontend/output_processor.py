@@ -38,6 +38,7 @@ class RequestState:
     kind: RequestOutputKind
     wants_logprobs: bool
     num_prompt_tokens: int
+    """Of a session: tokens of all its inputs so far."""
     index: int = 0
     """Of the choice that this request makes."""
     family: Family | None = None
@@ -99,12 +100,7 @@ class OutputProcessor:
         state = RequestState(
             request,
             external_id,
-            make_detokenizer(
-                self._table,
-                request.prompt_token_ids,
-                skip_special_tokens=params.skip_special_tokens,
-                spaces_between_special_tokens=params.spaces_between_special_tokens,
-            ),
+            self._make_detokenizer(request),
             StopScanner(params.stop, include_stop=params.include_stop_str_in_output) if params.stop else None,
             params.output_kind,
             params.logprobs is not None,
@@ -115,6 +111,33 @@ class OutputProcessor:
         )
         self._states[request.request_id] = state
         return state
+
+    def _make_detokenizer(self, request: EngineCoreRequest) -> Detokenizer:
+        return make_detokenizer(
+            self._table,
+            request.prompt_token_ids,
+            skip_special_tokens=request.params.skip_special_tokens,
+            spaces_between_special_tokens=request.params.spaces_between_special_tokens,
+        )
+
+    def begin_answer(self, state: RequestState, request: EngineCoreRequest, *, num_input_tokens: int) -> None:
+        """A session gets an input.
+
+        Args:
+            request: with all tokens before the answer, and its parameters.
+            num_input_tokens: of all inputs so far.
+        """
+        state.request = request
+        state.detokenizer = self._make_detokenizer(request)
+        state.wants_logprobs = request.params.logprobs is not None
+        state.num_prompt_tokens = num_input_tokens
+        state.text.clear()
+        state.token_ids.clear()
+        state.logprobs.clear()
+
+    def end_session(self, state: RequestState, reason: FinishReason) -> RequestOutput | None:
+        """The last output of a session whose answers are all over: nothing new, and the last answer's reason again."""
+        return _make_output(state, CompletionOutput(state.index, "", [], [] if state.wants_logprobs else None, reason))
 
     def remove(self, state: RequestState) -> None:
         """Forget a request that was never sent."""
@@ -163,7 +186,7 @@ class OutputProcessor:
         state = self._states.get(row.request_id)
         if state is None:
             return None  # harmless: an abort and the end may cross
-        is_gone = row.finish_reason is not None
+        is_gone = row.finish_reason is not None and not row.goes_on
         if row.start > state.num_tokens and not state.is_tombstone:
             raise OutputGap(
                 f"request {row.request_id} has {state.num_tokens} tokens and got a row that starts at {row.start}"
@@ -186,6 +209,8 @@ class OutputProcessor:
             news = self._read(state, row)
         except Exception as error:
             return self._fail(state, error, is_gone=is_gone)
+        if row.goes_on:
+            return _end_answer(state, news)
         must_abort = news.finish_reason is not None and not is_gone
         state.is_tombstone = must_abort
         return ProcessedRow(
@@ -278,6 +303,14 @@ class OutputProcessor:
         if len(rows) < num_tokens:
             raise EngineGenerateError(f"the engine gave log-probabilities for {len(rows)} of {num_tokens} tokens")
         return [make_token_logprobs(row, self._table) for row in rows[:num_tokens]]
+
+
+def _end_answer(state: RequestState, news: CompletionOutput) -> ProcessedRow:
+    """One answer of a session is over, and the session is not."""
+    output = _make_output(state, news)
+    assert output is not None
+    output.finished = False
+    return ProcessedRow(state, num_new_tokens=len(news.token_ids), output=output)
 
 
 def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput | None:

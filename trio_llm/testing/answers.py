@@ -47,8 +47,9 @@ class AnsweringExecutor(FakeExecutor):
         super().__init__(fake, num_blocks=num_blocks, model_dir=str(MODEL_DIR))
         self._choices = _READABLE
         self._has_script = bool(fake.script)
-        self._begun: dict[str, bytes | None] = {}
-        """The answers that were begun, by request: a change of `answers` is for requests to come."""
+        self._begun: dict[tuple[str, int], bytes | None] = {}
+        """The answers that were begun, by request and length of the prompt, which grows with a session's inputs: a
+        change of `answers` is for requests to come."""
         self.answers: Mapping[str, str] = {}
         self.answer: str | None = None
         self.faults: deque[SampledToken | RowError] = deque()
@@ -58,9 +59,10 @@ class AnsweringExecutor(FakeExecutor):
         return self.faults.popleft() if self.faults else super()._find_fault(sequence)
 
     def _choose(self, sequence: Sequence, prompt_digest: int, index: int) -> int:
-        if sequence.request_id not in self._begun:
-            self._begun[sequence.request_id] = self._find_answer(sequence.token_ids[: sequence.num_prompt_tokens])
-        answer = self._begun[sequence.request_id]
+        key = sequence.request_id, sequence.num_prompt_tokens
+        if key not in self._begun:
+            self._begun[key] = self._find_answer(sequence.token_ids[: sequence.num_prompt_tokens])
+        answer = self._begun[key]
         if answer is None or self._has_script:
             return super()._choose(sequence, prompt_digest, index)
         return answer[index] if index < len(answer) else END

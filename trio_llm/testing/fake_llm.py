@@ -71,7 +71,10 @@ class FakeLLM(AsyncLLM):
 
     @property
     def answers(self) -> Mapping[str, str]:
-        """Texts by prompt, or by the last message of a conversation. May be set at any time, for requests to come."""
+        """Texts by prompt, or by the last message of a conversation. May be set at any time, for requests to come.
+
+        The prompt of a session's later input is all the text before its answer, earlier answers included.
+        """
         return self._executor.answers
 
     @answers.setter
@@ -130,7 +133,7 @@ class FakeLLM(AsyncLLM):
 
     @property
     def requests(self) -> list[FakeRequest]:
-        """All that the engine was ever sent, in order."""
+        """All that the engine was ever sent, in order. Of a session: its first input."""
         return list(self._requests.values())
 
     @property

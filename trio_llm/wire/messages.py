@@ -17,6 +17,7 @@ from trio_llm.sampling import SamplingParams
 __all__ = [
     "Abort",
     "Ack",
+    "Continue",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
@@ -61,6 +62,19 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     """Tokens that an earlier incarnation generated already: the answer goes on after them."""
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
     """`params.bad_words` in tokens, each in one or several ways; none of these may come to stand in the answer."""
+    resumable: bool = False
+    """A session: after its answer it stays, and goes on with each `Continue`, until it is aborted."""
+
+
+class Continue(_Message, frozen=True, gc=False, tag="continue"):
+    """The next input of a session whose answer is over: its tokens come after all that there is."""
+
+    request_id: str
+    token_ids: list[int]
+    params: SamplingParams
+    """For the answer to this input; with `seed` and `max_tokens` filled in."""
+    bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
+    """As in the request."""
 
 
 class Abort(_Message, frozen=True, gc=False, tag="abort"):
@@ -83,7 +97,7 @@ class UtilityCall(_Message, frozen=True, gc=False, tag="call"):
     args: list[PlainValue] = msgspec.field(default_factory=list)
 
 
-ToEngine = EngineCoreRequest | Abort | Ack | UtilityCall
+ToEngine = EngineCoreRequest | Continue | Abort | Ack | UtilityCall
 
 
 # ----------------------------------------------------------------------------------- from the engine
@@ -121,6 +135,8 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     """Index of the first of `prompt_logprobs` among the prompt's tokens. Index 0 has none: nothing comes before it."""
     is_expired: bool = False
     """The deadline passed before anything was computed; finish reason `error`. It may come again."""
+    goes_on: bool = False
+    """A session's: the finish reason is that of one answer, and the engine keeps the session for its next input."""
 
 
 class SchedulerStats(_Message, frozen=True, gc=False):

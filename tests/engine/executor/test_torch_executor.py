@@ -16,10 +16,12 @@ from tests.engine.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_confi
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch
-from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.errors import EngineStartupError
 from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import Continue
 
 MAX_TOKENS = 24
 LENGTHS = (1, 7, 32, 33, 70)
@@ -97,6 +99,31 @@ def test_greedy_answers_are_those_of_transformers_whole_and_in_chunks(kind: str,
     assert whole == expected
     assert chunked == expected
     assert len({tuple(tokens) for tokens in expected}) == len(expected), "a model that repeats itself proves nothing"
+
+
+@pytest.mark.parametrize("budget", [512, 9])
+def test_each_answer_of_a_session_is_that_of_transformers_to_all_tokens_before_it(
+    budget: int, executor: TorchExecutor, llama_dir: Path
+) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32, attn_implementation="eager")
+    oracle.generation_config.pad_token_id = 0
+    inputs = [make_prompt(40), make_prompt(3), make_prompt(33)]
+    scheduler = make_scheduler(executor, budget=budget)
+    session = make_sequence("session", inputs[0], is_resumable=True)
+    num_computed = 0
+
+    scheduler.add(session)
+    for number, token_ids in enumerate(inputs):
+        if number > 0:
+            assert scheduler.resume(Continue("session", token_ids, GREEDY)) is None
+        before = list(session.token_ids)
+        while plan := scheduler.schedule():
+            num_computed += plan.num_tokens
+            scheduler.commit(plan, executor.execute(plan))
+            scheduler.check()
+        assert session.token_ids[len(before) :] == expected_greedy(oracle, before)
+
+    assert num_computed == len(session.token_ids) - 1, "a token was computed twice"
 
 
 def test_a_preempted_sequence_ends_with_the_same_tokens(executor: TorchExecutor) -> None:

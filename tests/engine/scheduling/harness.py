@@ -7,7 +7,8 @@ from collections import Counter
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.executor.base import StepPlan, StepResult
 from trio_llm.engine.executor.fake import FakeExecutor
-from trio_llm.engine.scheduling.scheduler import Scheduler, SchedulerLimits
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreOutput
@@ -118,7 +119,7 @@ class MiniEngine:
             assert row.request_id not in self.finals, "a row after the last one"
             assert row.start == len(self.tokens[row.request_id]), "a gap or a repeat"
             self.tokens[row.request_id] += row.new_token_ids
-            if row.finish_reason is not None:
+            if row.finish_reason is not None and not row.goes_on:
                 self.finals[row.request_id] = row
 
 

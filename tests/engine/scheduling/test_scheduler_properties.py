@@ -10,7 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits, make_sequence
 from trio_llm.engine.executor.base import StepResult
-from trio_llm.engine.scheduling.scheduler import SchedulerLimits
+from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
 

@@ -5,7 +5,7 @@ Used by the tests of the HTTP server. It has the contract of the real one as far
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.input_processor import InputProcessor
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.sessions import StreamingInput
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
 from trio_llm.sampling import RequestOutputKind, SamplingParams
@@ -161,12 +162,13 @@ class FakeClient(EngineClient):
 
     def generate(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
     ) -> _FakeStream:
+        assert isinstance(prompt, str | list), "no route opens a session"
         script = self.scripts.pop(0) if self.scripts else self.script
         asked = Asked(request_id or "made-up", prompt, params or SamplingParams())
         return _FakeStream(self, asked, script)

@@ -63,8 +63,10 @@ class _Run:
 
     request_id: str
     num_computed_tokens: int = 0
+    digest: int = 0
+    """Of all tokens computed so far."""
     prompt_digest: int = 0
-    """Of the prompt's tokens computed so far."""
+    """Of the prompt's; of a session: of all before the answer to its newest input."""
 
 
 class FakeExecutor:
@@ -149,8 +151,9 @@ class FakeExecutor:
             assert self._owners[block_id] is not run, f"{run.request_id}: block {block_id} twice in its table"
             self._owners[block_id] = run
         assert self._owners[block_id] is run, f"{run.request_id}: block {block_id} overwritten in this step"
-        if position < sequence.num_prompt_tokens:
-            run.prompt_digest = _mix(run.prompt_digest, sequence.token_ids[position])
+        run.digest = _mix(run.digest, sequence.token_ids[position])
+        if position == sequence.num_prompt_tokens - 1:
+            run.prompt_digest = run.digest
 
     # ---------------------------------------------------------------------------------------- tokens
 

@@ -5,65 +5,24 @@ Pure: the engine loop calls it, runs the plan, and hands the result back.
     add ──> WAITING ── _admit ──> RUNNING ── commit: a stop rule, a failed row ──> FINISHED
               ^ │                   │ │
               │ └ abort, deadline   │ └ abort ──> FINISHED
-              └──── _preempt ───────┘
+              ├──── _preempt ───────┤
+              └ resume ── IDLE ─────┘ commit: the end of an answer of a session
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Final
 
-from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
 from trio_llm.engine.scheduling.blocks import BlockPool
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.rows import final_row, take_scores
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
+from trio_llm.engine.scheduling.sessions import KeptBlocks, extend
 from trio_llm.outputs import FinishReason
-from trio_llm.wire.messages import EngineCoreOutput, ModelConfig, SchedulerStats
+from trio_llm.wire.messages import Continue, EngineCoreOutput, SchedulerStats
 
-__all__ = ["Scheduler", "SchedulerLimits"]
-
-_ROW_SCORES: Final = 128
-"""Prompt tokens whose log-probabilities go into one row: naming them takes the front end about two milliseconds."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerLimits:
-    """What the device and the operator allow. The engine has checked these before; here they are asserted."""
-
-    num_blocks: int
-    block_size: int
-    """Tokens in a block."""
-    max_num_seqs: int
-    """Sequences in one step."""
-    max_num_batched_tokens: int
-    """Token budget of one step; at least `max_num_seqs`, so that every running sequence gets its token."""
-    max_model_len: int
-    """Tokens of prompt and answer together; they fit the cache, so that a sequence alone always goes on."""
-    eos_token_ids: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        assert 0 < self.max_num_seqs <= self.max_num_batched_tokens
-        assert 0 < self.max_model_len <= self.num_blocks * self.block_size
-
-    @classmethod
-    def of(cls, model: ModelConfig, config: EngineConfig) -> SchedulerLimits:
-        """What a loaded model and its configuration allow."""
-        return cls(
-            num_blocks=model.num_blocks,
-            block_size=model.block_size,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_model_len=model.max_model_len,
-            eos_token_ids=model.eos_token_ids,
-        )
-
-    @property
-    def num_spare_blocks(self) -> int:
-        """Blocks that admission leaves free while others run, so that their next tokens preempt nobody at once."""
-        return max(1, self.num_blocks // 64)
-
-    def num_blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+__all__ = ["Scheduler"]
 
 
 @dataclass(slots=True)
@@ -98,9 +57,10 @@ class Scheduler:
         self._limits = limits
         self._pool = BlockPool(limits.num_blocks)
         self._sequences: dict[str, Sequence] = {}
-        """All unfinished ones, by request id; each is in one of the two queues."""
+        """All unfinished ones, by request id; each is in one of the two queues, unless it is idle."""
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
+        self._kept = KeptBlocks(self._pool)
         self._in_flight: StepPlan | None = None
         """The plan that is scheduled and not committed. There is at most one, hence blocks that an abort frees
         meanwhile cannot be given to anybody before the step that writes to them is over."""
@@ -113,7 +73,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        return bool(self._sequences)
+        """There is something to compute. Idle sessions have nothing."""
+        return bool(self._running or self._waiting)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -130,6 +91,30 @@ class Scheduler:
         self._sequences[sequence.request_id] = sequence
         self._waiting.add(sequence)
 
+    def resume(self, message: Continue, problem: str | None = None) -> EngineCoreOutput | None:
+        """Take the next input of a session: behind all that waits already, as a new request would be.
+
+        Args:
+            problem: why it cannot be, if that is known already.
+
+        Returns:
+            The last row of a session that cannot go on with it. Nothing, too, for ids that are not known: an abort and
+            an input may cross.
+        """
+        sequence = self._sequences.get(message.request_id)
+        if sequence is None:
+            return None
+        if problem := problem or extend(sequence, message, self._limits.max_model_len):
+            self._finish(sequence, "error")
+            return final_row(sequence, error=problem)
+        self._kept.remove(sequence)
+        self._num_arrivals += 1
+        sequence.arrival = self._num_arrivals
+        sequence.move_to(SequenceState.WAITING)
+        self._kept.add(sequence)
+        self._waiting.add(sequence)
+        return None
+
     def abort(self, request_id: str) -> EngineCoreOutput:
         """Forget a request, at any moment; what a step in flight samples for it is dropped.
 
@@ -141,7 +126,7 @@ class Scheduler:
         if sequence is None:
             return EngineCoreOutput(request_id=request_id, start=0, new_token_ids=[], finish_reason="abort")
         self._finish(sequence, "abort")
-        return _final_row(sequence)
+        return final_row(sequence)
 
     def take_expired(self, now_s: float) -> list[EngineCoreOutput]:
         """Drop the sequences whose deadline passed before anything was computed for them.
@@ -165,11 +150,15 @@ class Scheduler:
         for sequence in expired:
             self._finish(sequence, "error")
         error = "the deadline of this request passed while it waited for its turn; nothing was computed"
-        return [_final_row(sequence, error=error, is_expired=True) for sequence in expired]
+        return [final_row(sequence, error=error, is_expired=True) for sequence in expired]
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        queue = self._running if sequence.state is SequenceState.RUNNING else self._waiting
-        queue.remove(sequence)
+        if sequence.state is SequenceState.RUNNING:
+            self._running.remove(sequence)
+        else:
+            self._kept.remove(sequence)
+            if sequence.state is SequenceState.WAITING:
+                self._waiting.remove(sequence)
         self._release_blocks(sequence)
         sequence.move_to(SequenceState.FINISHED)
         sequence.finish_reason = reason
@@ -182,14 +171,14 @@ class Scheduler:
     # ------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if no sequence is left. The plan before must be committed."""
+        """The next step, or None if no sequence is left that could go on. The plan before must be committed."""
         assert self._in_flight is None, "the plan before is not committed"
         draft = _Draft(self._limits.max_num_batched_tokens)
         self._plan_last_tokens(draft)
         self._plan_prefills(draft)
         self._admit(draft)
         if not draft.chunks:
-            assert not self._sequences, "sequences are left and none can go on"
+            assert not self.has_unfinished, "sequences are left and none can go on"
             return None
         self._in_flight = StepPlan(tuple(draft.chunks))
         return self._in_flight
@@ -218,11 +207,15 @@ class Scheduler:
         """
         while self._waiting and draft.budget_left > 0 and len(self._running) < self._limits.max_num_seqs:
             sequence = self._waiting.first
-            needed = self._limits.num_blocks_for(len(sequence.token_ids))
+            needed = self._limits.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids)
             # One that is alone needs no spare blocks: all are its own.
             spare = self._limits.num_spare_blocks if self._running else 0
-            if needed + spare > self._pool.num_free:
-                return
+            missing = needed + spare - self._pool.num_free
+            if missing > 0:
+                if not self._kept.can_give(missing, but=sequence):
+                    return
+                self._num_preempted += self._kept.take(missing, but=sequence)
+            self._kept.remove(sequence)
             self._waiting.remove(sequence)
             self._take_blocks(sequence, needed)
             sequence.move_to(SequenceState.RUNNING)
@@ -238,6 +231,8 @@ class Scheduler:
         missing = self._limits.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids)
         if missing == 0:
             return True
+        if self._kept and missing > self._pool.num_free:
+            self._num_preempted += self._kept.take(missing - self._pool.num_free, but=sequence)
         while missing > self._pool.num_free:
             victim = self._running.last
             self._preempt(victim)
@@ -274,7 +269,7 @@ class Scheduler:
         assert len(result.sampled) == sum(chunk.samples for chunk in plan.chunks), "not one result a row that samples"
         self._in_flight = None
         self._num_prompt_tokens = 0
-        rows = _take_scores(plan, result) if result.scored else []
+        rows = take_scores(plan, result) if result.scored else []
         sampled = iter(result.sampled)
         for chunk in plan.chunks:
             outcome = next(sampled) if chunk.samples else None
@@ -286,15 +281,18 @@ class Scheduler:
                 rows.append(self._append(chunk.sequence, outcome))
             elif isinstance(outcome, RowError):
                 self._finish(chunk.sequence, "error")
-                rows.append(_final_row(chunk.sequence, error=outcome.message))
+                rows.append(final_row(chunk.sequence, error=outcome.message))
         return rows
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> EngineCoreOutput:
-        start = sequence.num_output_tokens
+        start = sequence.next_start
         sequence.token_ids.append(sampled.token_id)
         finish_reason, stop_reason = self._find_end(sequence)
         if finish_reason is not None:
-            self._finish(sequence, finish_reason)
+            if sequence.is_resumable:
+                self._rest(sequence)
+            else:
+                self._finish(sequence, finish_reason)
         return EngineCoreOutput(
             request_id=sequence.request_id,
             start=start,
@@ -302,7 +300,14 @@ class Scheduler:
             logprobs=None if sampled.logprobs is None else [sampled.logprobs],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            goes_on=sequence.is_resumable and finish_reason is not None,
         )
+
+    def _rest(self, sequence: Sequence) -> None:
+        """An answer of a session is over: it keeps its blocks until the next input comes or others need them."""
+        self._running.remove(sequence)
+        sequence.move_to(SequenceState.IDLE)
+        self._kept.add(sequence)
 
     def _find_end(self, sequence: Sequence) -> tuple[FinishReason | None, int | None]:
         """Whether the last token ends the sequence: finish reason, and the caller's stop token if it was one."""
@@ -336,21 +341,21 @@ class Scheduler:
         for queue in (self._waiting, self._running):
             orders = [sequence.order for sequence in queue]
             assert orders == sorted(set(orders)), "a queue is out of order"
-        assert len(self._waiting) + len(self._running) == len(self._sequences), "a sequence is lost or in two queues"
+        idle = [sequence for sequence in self._sequences.values() if sequence.state is SequenceState.IDLE]
+        assert len(self._waiting) + len(self._running) + len(idle) == len(self._sequences), "a sequence is lost"
         for sequence in (*self._waiting, *self._running):
             assert self._sequences[sequence.request_id] is sequence
             assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.max_model_len
         for sequence in self._waiting:
             assert sequence.state is SequenceState.WAITING
-            assert sequence.num_computed_tokens == 0
-            assert not sequence.block_ids
+        self._kept.check([*self._waiting, *idle], limits.block_size)
         assert len(self._running) <= limits.max_num_seqs
         for sequence in self._running:
             assert sequence.state is SequenceState.RUNNING
             assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
             assert 0 < sequence.num_scored_tokens <= sequence.num_prompt_tokens
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * limits.block_size
-        self._pool.check(block_id for sequence in self._running for block_id in sequence.block_ids)
+        self._pool.check(block_id for sequence in self._sequences.values() for block_id in sequence.block_ids)
         if self._in_flight is not None:
             self._check_plan(self._in_flight)
 
@@ -367,33 +372,3 @@ class Scheduler:
             if sequence.state is not SequenceState.FINISHED:
                 assert sequence.state is SequenceState.RUNNING
                 assert end <= len(sequence.block_ids) * self._limits.block_size
-
-
-def _take_scores(plan: StepPlan, result: StepResult) -> list[EngineCoreOutput]:
-    """Rows with the log-probabilities that a step gave for prompts."""
-    rows = []
-    chunks = [(chunk, positions) for chunk in plan.chunks if (positions := chunk.scored)]
-    for (chunk, positions), scores in zip(chunks, result.scored, strict=True):
-        assert len(scores) == len(positions), "not one score a position"
-        if chunk.sequence.state is SequenceState.FINISHED:
-            continue
-        chunk.sequence.num_scored_tokens = positions.stop
-        for first in range(0, len(scores), _ROW_SCORES):
-            rows.append(
-                EngineCoreOutput(
-                    request_id=chunk.sequence.request_id,
-                    start=chunk.sequence.num_output_tokens,
-                    new_token_ids=[],
-                    prompt_logprobs=scores[first : first + _ROW_SCORES],
-                    prompt_logprobs_start=positions.start + first,
-                )
-            )
-    return rows
-
-
-def _final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool = False) -> EngineCoreOutput:
-    """The last row of a finished sequence, without a token."""
-    reason, start = sequence.finish_reason, sequence.num_output_tokens
-    return EngineCoreOutput(
-        sequence.request_id, start, new_token_ids=[], finish_reason=reason, error=error, is_expired=is_expired
-    )

@@ -20,16 +20,20 @@ __all__ = ["TRANSITIONS", "Sequence", "SequenceQueue", "SequenceState"]
 
 class SequenceState(enum.Enum):
     WAITING = "waiting"
-    """In the queue: new, or preempted and to be computed again. Holds no blocks."""
+    """In the queue: new, preempted and to be computed again, or a session with a new input. Only the last may hold
+    blocks, those that it kept."""
     RUNNING = "running"
     """Has blocks; is in every step, as far as budget and blocks go."""
+    IDLE = "idle"
+    """A session between two inputs: nothing is computed. May hold blocks, until others need them."""
     FINISHED = "finished"
     """Over, for whatever reason. Holds no blocks."""
 
 
 TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
     SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.IDLE, SequenceState.FINISHED}),
+    SequenceState.IDLE: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
 
@@ -39,13 +43,14 @@ class Sequence:
     """One request in the engine.
 
     Invariants (`Scheduler.check` asserts them): 0 <= num_computed_tokens < len(token_ids) while it runs;
-    len(block_ids) * block_size >= num_computed_tokens; blocks only while RUNNING.
+    len(block_ids) * block_size >= num_computed_tokens; blocks only while RUNNING, but for sessions, which keep theirs.
     """
 
     request_id: str
     token_ids: list[int]
     """Prompt, then what was generated."""
     num_prompt_tokens: int
+    """Of a session: all before the answer to its newest input."""
     params: SamplingParams
     priority: int = 0
     arrival: int = 0
@@ -65,6 +70,10 @@ class Sequence:
     num_scored_tokens: int = 1
     """Prompt tokens whose log-probabilities are out, if they were asked for; the first token has none. Kept when the
     sequence is preempted: what is out is not computed again."""
+    is_resumable: bool = False
+    """A session: it rests at the end of an answer, and goes on with the next input."""
+    num_earlier_tokens: int = 0
+    """Generated in answers to earlier inputs of a session."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -78,8 +87,13 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, those of an earlier incarnation included."""
+        """Tokens generated so far, those of an earlier incarnation included; of a session: for its newest input."""
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def next_start(self) -> int:
+        """Index of the next token among all generated for the request."""
+        return self.num_earlier_tokens + self.num_output_tokens
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state along `TRANSITIONS`."""

@@ -60,6 +60,10 @@ class StatisticsRecorder:
             iteration.inter_token_latency_s.append(now_s - clock.last_token_s)
         clock.last_token_s = now_s
 
+    def more_prompt_tokens(self, count: int) -> None:
+        """A session has got another input."""
+        self._iteration.num_prompt_tokens += count
+
     def request_finished(self, state: RequestState, clock: RequestClock, reason: FinishReason) -> None:
         """A request is over for its reader. Once a request."""
         params = state.request.params
@@ -68,7 +72,7 @@ class StatisticsRecorder:
             FinishedRequestStats(
                 request_id=state.external_id,
                 finish_reason=reason,
-                num_prompt_tokens=len(state.request.prompt_token_ids),
+                num_prompt_tokens=state.num_prompt_tokens,
                 num_cached_tokens=state.num_cached_tokens,
                 num_output_tokens=state.num_tokens,
                 max_tokens=params.max_tokens or 0,
