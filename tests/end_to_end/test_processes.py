@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.frontend.cancelling import cancel_at_every_checkpoint
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.opening import open_llm
+from trio_llm.frontend.sessions import StreamingInput
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import LOGITS_WIDTH, MODEL_DIR
 
@@ -122,6 +124,29 @@ async def leave_in_the_middle(llm: AsyncLLM) -> None:
         await anext(stream)
 
 
+async def abort_by_id(llm: AsyncLLM) -> None:
+    async with llm.generate("hello", SamplingParams(max_tokens=3000), request_id="x") as stream:
+        await anext(stream)
+        llm.abort("x")
+        async for _ in stream:
+            pass
+
+
+async def several_choices(llm: AsyncLLM) -> None:
+    await llm.complete("hello", max_tokens=3, n=3)
+
+
+async def session(llm: AsyncLLM) -> None:
+    async def inputs() -> AsyncIterator[StreamingInput]:
+        for text in ("hello", "again"):
+            await trio.lowlevel.checkpoint()
+            yield StreamingInput(text, SamplingParams(max_tokens=3))
+
+    async with llm.generate(inputs()) as stream:
+        async for _ in stream:
+            pass
+
+
 async def assert_idle(llm: AsyncLLM) -> None:
     await llm.wait_idle()
     counts = await llm.check_scheduler()
@@ -133,8 +158,8 @@ async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind
     ENGINE_COUNT.append("requests are cancelled over zmq")
     fake = FakeEngineConfig(model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH)
     with trio.fail_after(120):
-        async with open_llm(EngineConfig(fake=fake, num_gpu_blocks_override=200)) as llm:
-            for work in (generate, leave_in_the_middle, AsyncLLM.check_health):
+        async with open_llm(EngineConfig(fake=fake, num_gpu_blocks_override=200, max_num_queued_reqs=8)) as llm:
+            for work in (generate, leave_in_the_middle, abort_by_id, several_choices, session, AsyncLLM.check_health):
                 await cancel_at_every_checkpoint(lambda work=work: work(llm), lambda: assert_idle(llm))  # type: ignore[misc]
             await generate(llm)
             await assert_idle(llm)
