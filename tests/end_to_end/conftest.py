@@ -27,7 +27,7 @@ def float32_server() -> Iterator[Server]:
 
 @pytest.fixture
 def fragile_server() -> Iterator[Server]:
-    """The embedded model in bfloat16, on a server that outlives its engine. For one test, which kills the engine."""
+    """The embedded model in bfloat16. For one test, which kills the engine; the server then ends by itself."""
     server = Server.from_command_line(
         "the embedded model in bfloat16, and its engine's death",
         "--dtype",

@@ -224,6 +224,11 @@ async def test_bfloat16_completes_the_same_load_and_an_engine_that_is_killed_tak
         assert refused.status_code == 503
         assert not is_alive(engine_pid)
 
+    assert await trio.to_thread.run_sync(fragile_server.wait_exit) == 1
+    (reason,) = [line for line in fragile_server.output.splitlines() if line.startswith("trio-llm: ")]
+    assert "SIGKILL" in reason
+    assert "Traceback" not in fragile_server.output
+
 
 async def test_an_idle_server_still_has_its_engine_after_fifteen_seconds(float32_server: Server) -> None:
     # Trio ends worker threads after ten idle seconds: an engine spawned in one would die with it.
