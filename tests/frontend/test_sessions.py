@@ -68,13 +68,13 @@ async def answers_alone(llm: AsyncLLM, inputs: list[list[int]], params: Sampling
 def count_computed(fake: FakeSetUp, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each chunk that is computed from now on."""
     counts: list[int] = []
-    execute = fake.core.core._executor.execute
+    launch = fake.core.core._executor.launch
 
     def note(plan: Any) -> Any:
         counts.extend(chunk.count for chunk in plan.chunks)
-        return execute(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(fake.core.core._executor, "execute", note)
+    monkeypatch.setattr(fake.core.core._executor, "launch", note)
     return counts
 
 
