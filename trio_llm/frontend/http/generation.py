@@ -5,15 +5,16 @@ Used by the routes. Remembers which requests run, so that a drain can end them p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.http.errors import name_as_asked
 from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout
 from trio_llm.frontend.text.assembly import PLAIN_VIEW, AnswerView, Assembler
 from trio_llm.outputs import RequestOutput
@@ -56,6 +57,8 @@ class Generation:
     timeout: RequestTimeout = NO_TIMEOUT
     view: AnswerView = PLAIN_VIEW
     """What its answer shows."""
+    param_names: Mapping[str, str] = field(default_factory=dict)
+    """What the client calls fields of `params`, where that is something else."""
 
     def assembler(self) -> Assembler:
         """What makes the outputs one answer."""
@@ -126,8 +129,11 @@ class Generation:
         try:
             async with AsyncExitStack() as stack:
                 stream = self.client.generate(self.prompts[index], self.params, request_id=request_id)
-                with self.timeout.within():  # also tells the engine when nobody reads any more
-                    await stack.enter_async_context(stream)
+                try:
+                    with self.timeout.within():  # also tells the engine when nobody reads any more
+                        await stack.enter_async_context(stream)
+                except InvalidRequestError as error:
+                    raise name_as_asked(error, self.param_names) from None
                 yield _Indexed(index, stream)
         finally:
             self.running.discard(request_id)
