@@ -37,7 +37,7 @@ from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.frontend.utility_calls import UtilityCalls
-from trio_llm.sampling import SamplingParams
+from trio_llm.sampling import SamplingParams, is_valid_text
 from trio_llm.wire.messages import ModelConfig, Progress, Ready
 
 __all__ = ["AsyncLLM"]
@@ -92,6 +92,8 @@ class AsyncLLM(EngineClient):
         self._dead = trio.Event()
         self._nursery: trio.Nursery | None = None
         """Of `open_llm`, once its tasks run."""
+        self._sessions: set[Session] = set()
+        """Those whose inputs are being read."""
         self._idle_waiters = trio.lowlevel.ParkingLot()
         self._dead_error: EngineDeadError | None = None
         self._is_draining = False
@@ -181,8 +183,15 @@ class AsyncLLM(EngineClient):
             input_processor=self.input_processor,
             handler=self._handler,
         )
-        self._nursery.start_soon(session.run)
+        self._sessions.add(session)
+        self._nursery.start_soon(self._run_session, session)
         return session.request
+
+    async def _run_session(self, session: Session) -> None:
+        try:
+            await session.run()
+        finally:
+            self._sessions.remove(session)
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -259,6 +268,8 @@ class AsyncLLM(EngineClient):
 
     def drain(self) -> None:
         self._is_draining = True
+        for session in self._sessions:
+            session.drain()
 
     async def wait_idle(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -368,3 +379,5 @@ def _check_request_id(external_id: str) -> None:
         raise InvalidRequestError(
             f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
         )
+    if not is_valid_text(external_id):
+        raise InvalidRequestError("request_id has a lone surrogate, which is not valid text", "request_id")

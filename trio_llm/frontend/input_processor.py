@@ -15,7 +15,7 @@ import msgspec
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.text.parallel_sampling import num_scorings
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import EngineCoreRequest, ModelConfig
+from trio_llm.wire.messages import Continue, EngineCoreRequest, ModelConfig
 
 __all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "check_priority", "make_internal_id"]
 
@@ -76,32 +76,9 @@ class InputProcessor:
             InvalidRequestError: the prompt has no tokens, too many, or ids the model does not know; or the
                 parameters do not fit the model. `param` names the field.
         """
-        self._check_prompt(prompt_token_ids)
-        room = self._model.max_model_len - len(prompt_token_ids)
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise PromptTooLongError(
-                limit=self._model.max_model_len,
-                num_prompt_tokens=len(prompt_token_ids),
-                max_tokens=params.max_tokens,
-            )
-        if params.min_tokens > room:
-            raise InvalidRequestError(
-                f"min_tokens is {params.min_tokens}, but the context has room for {room} more tokens", "min_tokens"
-            )
         bad_words = bad_words_token_ids or []
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("bad_words", chain.from_iterable(bad_words))
-        if params.prompt_logprobs is not None:
-            times = num_scorings(params)
-            check_num_scores("prompt_logprobs", len(prompt_token_ids) * times, params.prompt_logprobs)
+        filled = self._check(prompt_token_ids, params, bad_words, num_earlier_tokens=0)
         check_priority(priority)
-        filled = msgspec.structs.replace(
-            params,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            # Chosen here and not in the engine: the same request can be computed again elsewhere, with the same tokens.
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-        )
         return EngineCoreRequest(
             request_id,
             prompt_token_ids,
@@ -109,6 +86,58 @@ class InputProcessor:
             priority=priority,
             deadline_s=deadline_s,
             bad_words_token_ids=bad_words,
+        )
+
+    def process_input(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        num_earlier_tokens: int,
+        bad_words_token_ids: list[list[int]],
+    ) -> Continue:
+        """Make a session's next input. What was checked before is not looked at again.
+
+        Args:
+            num_earlier_tokens: of all inputs and answers before.
+
+        Raises:
+            InvalidRequestError: as `process`.
+        """
+        filled = self._check(token_ids, params, bad_words_token_ids, num_earlier_tokens=num_earlier_tokens)
+        return Continue(request_id, token_ids, filled, bad_words_token_ids)
+
+    def _check(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        bad_words: list[list[int]],
+        *,
+        num_earlier_tokens: int,
+    ) -> SamplingParams:
+        """The parameters with what was left open. Raises as `process`."""
+        self._check_prompt(token_ids, num_earlier_tokens)
+        num_tokens = num_earlier_tokens + len(token_ids)
+        room = self._model.max_model_len - num_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLongError(
+                limit=self._model.max_model_len, num_prompt_tokens=num_tokens, max_tokens=params.max_tokens
+            )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but the context has room for {room} more tokens", "min_tokens"
+            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("bad_words", chain.from_iterable(bad_words))
+        if params.prompt_logprobs is not None:
+            check_num_scores("prompt_logprobs", num_tokens * num_scorings(params), params.prompt_logprobs)
+        return msgspec.structs.replace(
+            params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            # Chosen here and not in the engine: the same request can be computed again elsewhere, with the same tokens.
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
         )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
@@ -119,11 +148,12 @@ class InputProcessor:
                     name,
                 )
 
-    def _check_prompt(self, token_ids: Any) -> None:
+    def _check_prompt(self, token_ids: Any, num_earlier_tokens: int) -> None:
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
-        if len(token_ids) >= self._model.max_model_len:
-            raise PromptTooLongError(limit=self._model.max_model_len, num_prompt_tokens=len(token_ids), max_tokens=None)
+        num_tokens = num_earlier_tokens + len(token_ids)
+        if num_tokens >= self._model.max_model_len:
+            raise PromptTooLongError(limit=self._model.max_model_len, num_prompt_tokens=num_tokens, max_tokens=None)
         # type() and not isinstance(): True is an int, but no token id.
         if any(type(token_id) is not int for token_id in token_ids):
             raise InvalidRequestError("the prompt's token ids must be integers", "prompt")

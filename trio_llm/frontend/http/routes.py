@@ -25,7 +25,7 @@ from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamRespon
 from trio_llm.frontend.http.generation import Generation, RunningRequests
 from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
 from trio_llm.frontend.http.model_names import served_names
-from trio_llm.frontend.http.openai.chat import chat_params, parse_chat_request
+from trio_llm.frontend.http.openai.chat import chat_params, param_names, parse_chat_request
 from trio_llm.frontend.http.openai.completions import (
     check_num_choices,
     completion_params,
@@ -123,6 +123,7 @@ class _Routes:
             request_id=request_id,
             timeout=timeout,
             view=view,
+            param_names=param_names(request),
         )
         if not request.stream:
             return await _whole(generation, head, chat_answer)
