@@ -61,6 +61,8 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Requests whose prompt starts with this token get token id -1, as broken logits would give."""
     failing_row_prompt: int | None = None
     """Requests whose prompt starts with this token fail alone, with an error of their own."""
+    killer_prompt: int | None = None
+    """A step with a request whose prompt starts with this token raises, as a lost device would."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +100,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Steps the engine may be ahead of a front end before it pauses that front end's requests."""
     startup_timeout_s: float = 600.0
     """Seconds without any sign of life while starting, after which the engine is given up."""
+    on_engine_death: Literal["restart", "exit"] = "restart"
+    """restart: an engine that dies after it was ready is started again, and goes on with all that was unfinished."""
+    max_engine_restarts: int = 5
+    """In ten minutes."""
+    stall_timeout_s: float = 120.0
+    """Seconds without a step while there is work, or without any sign of life, after which an engine is killed."""
     fake: FakeEngineConfig | None = None
 
     def __post_init__(self) -> None:
@@ -112,6 +120,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive("--max-num-queued-tokens", self.max_num_queued_tokens)
         _check_positive("credit_steps", self.credit_steps)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
+        _check_positive("--max-engine-restarts", self.max_engine_restarts)
+        _check_seconds("--stall-timeout", self.stall_timeout_s)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"--max-num-seqs ({self.max_num_seqs}) must not be above "

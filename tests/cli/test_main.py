@@ -110,6 +110,7 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         "--max-num-batched-tokens 1K --max-num-queued-reqs 1k --max-num-queued-tokens 1M "
         "--num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M --disable-prefix-caching --run-ahead 1 "
         "--host 0.0.0.0 --port 0 --allow-unauthenticated --served-model-name a --served-model-name b "
+        "--on-engine-death exit --max-engine-restarts 3 --stall-timeout 9.5 "
         "--drain-timeout 5 --keep-alive-on-engine-death --max-body-bytes 1M --body-timeout 7 "
         "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats"
     )
@@ -129,6 +130,9 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         kv_cache_memory_bytes=512 * 1024**2,
         enable_prefix_caching=False,
         run_ahead=1,
+        on_engine_death="exit",
+        max_engine_restarts=3,
+        stall_timeout_s=9.5,
     )
     server = ServerConfig(
         host="0.0.0.0",
@@ -162,6 +166,8 @@ def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) 
         ("serve a b", 2, "b"),
         ("serve --port 70000", 1, "--port"),
         ("serve --max-num-seqs 0", 1, "--max-num-seqs"),
+        ("serve --max-engine-restarts 0", 1, "--max-engine-restarts"),
+        ("serve --on-engine-death weep", 2, "--on-engine-death"),
         ("serve --max-num-queued-reqs 0", 1, "--max-num-queued-reqs"),
         ("serve --max-num-queued-tokens 0", 1, "--max-num-queued-tokens"),
         ("serve --max-num-seqs 64 --max-num-batched-tokens 8", 1, "--max-num-batched-tokens"),
@@ -197,7 +203,7 @@ def test_an_empty_model_is_not_the_working_directory(served: list[Any], capsys: 
     assert served == []
 
 
-@pytest.mark.parametrize("flag", ["--drain-timeout", "--body-timeout", "--sse-keep-alive-interval"])
+@pytest.mark.parametrize("flag", ["--drain-timeout", "--body-timeout", "--sse-keep-alive-interval", "--stall-timeout"])
 @pytest.mark.parametrize("value", ["nan", "inf", "-inf", str(DAY_S + 1), "1e300", "-1"])
 def test_a_time_that_cannot_be_waited_for_is_refused(
     flag: str, value: str, served: list[Any], capsys: pytest.CaptureFixture[str]

@@ -55,7 +55,7 @@ def run(link: ScriptedLink, monkeypatch: pytest.MonkeyPatch, *, fail_at_step: in
     config = EngineConfig(fake=FakeEngineConfig(model_dir="/m", fail_at_step=fail_at_step), num_gpu_blocks_override=16)
     core = EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=EPOCH)
     monkeypatch.setattr("trio_llm.engine.loop.time.monotonic", link.clock)
-    run_loop(core, link, epoch=EPOCH)
+    run_loop(core, link)
 
 
 def a_request(max_tokens: int) -> EngineCoreRequest:

@@ -179,11 +179,11 @@ async def test_a_refusal_registers_nothing_is_counted_and_the_same_request_works
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         async with fake.llm.generate(HELLO, LONG) as stream:
             await anext(stream)
-            before = fake.llm._handler.num_unfinished
+            before = len(fake.llm._live)
             with pytest.raises(QueueFullError) as caught:
                 await read(fake.llm)
 
-            assert fake.llm._handler.num_unfinished == before
+            assert len(fake.llm._live) == before
             assert caught.value.can_retry
             assert caught.value.retry_after_s
         await fake.llm.wait_idle()
@@ -250,7 +250,7 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
             nonlocal most
             try:
                 async with fake.llm.generate(prompt, SHORT) as stream:
-                    most = max(most, fake.llm._handler.num_unfinished)
+                    most = max(most, len(fake.llm._live))
                     async for _ in stream:
                         pass
                 ends.append("answered")

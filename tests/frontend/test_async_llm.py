@@ -143,7 +143,7 @@ async def test_abort_by_the_callers_id_ends_every_request_of_that_id() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run, "x")
             nursery.start_soon(run, "x")
-            await wait_all_or_running(fake.llm._handler.processor, 2)
+            await wait_all_or_running(fake.llm._live.processor, 2)
             assert fake.llm.abort("x") == 2
 
         assert ends == ["abort", "abort"]
@@ -310,8 +310,8 @@ async def test_every_reader_gets_its_text_and_then_the_reason_when_the_engine_di
 async def test_a_gap_in_the_output_ends_the_engine(finish_reason: FinishReason | None) -> None:
     async with open_fake_llm() as fake, fake.llm.generate(HELLO, params(2000)) as stream:
         await anext(stream)
-        assert fake.llm._handler.processor is not None
-        (internal_id,) = fake.llm._handler.processor._states
+        assert fake.llm._live.processor is not None
+        (internal_id,) = fake.llm._live.processor._states
         fake.core.inject(
             EngineCoreOutputs(1, 9999, 0.0, [EngineCoreOutput(internal_id, 1999, [1], finish_reason=finish_reason)])
         )
@@ -470,9 +470,9 @@ async def test_many_rows_at_once_leave_room_for_other_tasks() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(count)
             await trio.lowlevel.checkpoint()
-            for step in range(64):  # each smaller than a slice
+            for _ in range(64):  # each smaller than a slice
                 rows = [EngineCoreOutput(f"unknown-{n}", 0, [1]) for n in range(64)]
-                fake.core.inject(EngineCoreOutputs(1, 10_000 + step, 0.0, rows))
+                fake.core.inject(EngineCoreOutputs(1, 0, 0.0, rows))
             before = turns
             await fake.llm.check_health()
             nursery.cancel_scope.cancel()

@@ -10,7 +10,8 @@ from tests.frontend.scripted_core import ScriptedCore
 from trio_llm.errors import EngineDeadError, EngineGenerateError
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.collector import RequestOutputCollector
-from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
+from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
+from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
@@ -37,33 +38,39 @@ class HandlerSetUp:
     def __init__(self) -> None:
         self.core = ScriptedCore()
         self.told: list[object] = []
+        recorder = StatisticsRecorder([])
+        self.requests = LiveRequests(
+            self.core, recorder, AdmissionLedger(AdmissionLimits()), lambda: self.told.append("gone")
+        )
         self.handler = OutputHandler(
             self.core,
-            StatisticsRecorder([]),
+            self.requests,
+            recorder,
             OutputHandlerHooks(
                 on_sign_of_life=lambda: self.told.append("life"),
+                on_step=lambda: self.told.append("step"),
                 on_progress=self.told.append,
                 on_ready=self.told.append,
                 on_utility_result=self.told.append,
+                on_lost=self.told.append,
                 on_dead=self.told.append,
-                on_request_gone=lambda: self.told.append("gone"),
             ),
-            ledger=AdmissionLedger(AdmissionLimits()),
             ack_steps=ACK_STEPS,
         )
         table = Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table
-        self.handler.processor = OutputProcessor(table)
+        self.requests.processor = OutputProcessor(table)
         self._step = 0
 
     def add(self, request_id: str, external_id: str | None = None) -> LiveRequest:
-        assert self.handler.processor is not None
+        assert self.requests.processor is not None
         params = SamplingParams(max_tokens=9, seed=1)
         live = LiveRequest(
-            self.handler.processor.add(EngineCoreRequest(request_id, [1], params), external_id or request_id),
+            self.requests.processor.add(EngineCoreRequest(request_id, [1], params), external_id or request_id),
             RequestOutputCollector(params.output_kind),
             RequestClock(0.0),
         )
-        self.handler.register(live)
+        self.requests.register(live)
+        live.state.num_tokens_when_sent = 0
         return live
 
     def step(self, *rows: EngineCoreOutput) -> EngineCoreOutputs:
@@ -112,16 +119,16 @@ async def test_a_reader_that_leaves_is_one_abort_and_the_request_counts_until_th
     up: HandlerSetUp,
 ) -> None:
     live = up.add("a")
-    up.handler.leave(live)
-    up.handler.leave(live)
+    up.requests.leave(live)
+    up.requests.leave(live)
     await up.say(a_row("a", 0, 1))
 
     assert up.core.sent == [Abort(["a"])]
-    assert up.handler.num_unfinished == 1
+    assert len(up.requests) == 1
 
     await up.say(a_row("a", 1, end="abort"))
 
-    assert up.handler.num_unfinished == 0
+    assert len(up.requests) == 0
     assert up.told[-1] == "gone"
     assert up.core.sent == [Abort(["a"])]
 
@@ -130,22 +137,22 @@ async def test_leaving_a_request_that_is_over_tells_the_engine_nothing(up: Handl
     live = up.add("a")
     await up.say(a_row("a", 0, 1, end="length"))
 
-    up.handler.leave(live)
+    up.requests.leave(live)
 
     assert up.core.sent == []
-    assert up.handler.abort("a") == 0
+    assert up.requests.abort("a") == 0
 
 
 async def test_aborting_on_demand_ends_each_reader_of_that_id_once(up: HandlerSetUp) -> None:
     lives = [up.add("1", "x"), up.add("2", "x"), up.add("3", "y")]
 
-    assert (up.handler.abort("x"), up.handler.abort("x")) == (2, 0)
+    assert (up.requests.abort("x"), up.requests.abort("x")) == (2, 0)
 
     ends = [(await live.collector.receive()).outputs[0].finish_reason for live in lives[:2]]
     assert ends == ["abort", "abort"]
     assert up.core.sent == [Abort(["1"]), Abort(["2"])]
     for live in lives[:2]:
-        up.handler.leave(live)
+        up.requests.leave(live)
     assert up.core.sent == [Abort(["1"]), Abort(["2"])]
 
 
@@ -158,7 +165,7 @@ async def test_a_row_that_cannot_be_read_fails_its_request_alone_and_aborts_it(u
     assert (await healthy.collector.receive()).finished
     assert up.core.sent == [Abort(["a"])]
     await up.say(a_row("a", 1, end="abort"))
-    assert up.handler.num_unfinished == 0
+    assert len(up.requests) == 0
 
 
 async def test_the_engines_end_gives_each_reader_what_it_is_owed_and_an_error_of_its_own(up: HandlerSetUp) -> None:
@@ -175,8 +182,8 @@ async def test_the_engines_end_gives_each_reader_what_it_is_owed_and_an_error_of
         errors.append(raised.value)
     assert errors[0] is not errors[1]
     assert [type(told) for told in up.told[-2:]] == [EngineDeadError, str]
-    assert up.handler.num_unfinished == 0
-    up.handler.leave(lives[0])
+    assert len(up.requests) == 0
+    up.requests.leave(lives[0])
     assert up.core.sent == []
 
 

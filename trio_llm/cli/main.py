@@ -114,6 +114,9 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     sse_keep_alive_interval: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
     drain_timeout: options.DrainTimeout = _SERVER.drain_timeout_s,
     keep_alive_on_engine_death: options.KeepAlive = _SERVER.keep_alive_on_engine_death,
+    on_engine_death: options.OnEngineDeath = _ENGINE.on_engine_death,
+    max_engine_restarts: options.MaxEngineRestarts = _ENGINE.max_engine_restarts,
+    stall_timeout: options.StallTimeout = _ENGINE.stall_timeout_s,
     log_level: options.LogLevel = "info",
     disable_log_stats: options.DisableLogStats = False,
 ) -> int:
@@ -131,6 +134,9 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
         kv_cache_memory_bytes=kv_cache_memory,
         enable_prefix_caching=not disable_prefix_caching,
         run_ahead=run_ahead,
+        on_engine_death=on_engine_death,
+        max_engine_restarts=max_engine_restarts,
+        stall_timeout_s=stall_timeout,
     )
     server_config = ServerConfig(
         host=host,

@@ -22,6 +22,7 @@ _LOGS = "Logs"
 OTHER_NAMES: Final = {"--kv-cache-memory-bytes": "--kv-cache-memory"}
 """Not known to typer: in `--help`, a line with two names has no room for what they mean."""
 
+OnEngineDeathName = Literal["restart", "exit"]
 LogLevelName = Literal["debug", "info", "warning", "error"]
 
 # ------------------------------------------------------------------------------------------- serve
@@ -222,6 +223,36 @@ KeepAlive = Annotated[
     typer.Option(
         "--keep-alive-on-engine-death",
         help="Keep answering, with errors, when the engine is gone, in place of ending.",
+        rich_help_panel=_FAILURE,
+    ),
+]
+
+OnEngineDeath = Annotated[
+    OnEngineDeathName,
+    typer.Option(
+        "--on-engine-death",
+        metavar="WHAT",
+        help="restart: start the engine again and go on with all that was unfinished. exit: end.",
+        rich_help_panel=_FAILURE,
+    ),
+]
+MaxEngineRestarts = Annotated[
+    int,
+    typer.Option(
+        "--max-engine-restarts",
+        parser=parse_count,
+        metavar="N",
+        help="In ten minutes; one more death is the end.",
+        rich_help_panel=_FAILURE,
+    ),
+]
+StallTimeout = Annotated[
+    float,
+    typer.Option(
+        "--stall-timeout",
+        parser=parse_decimal,
+        metavar="SECONDS",
+        help="Without a step while there is work, or any sign of life; then the engine is killed.",
         rich_help_panel=_FAILURE,
     ),
 ]

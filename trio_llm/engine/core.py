@@ -24,6 +24,7 @@ from trio_llm.wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    Heartbeat,
     ModelConfig,
     PlainValue,
     Ready,
@@ -57,6 +58,7 @@ class EngineCore:
         self._credit_steps = config.credit_steps
         self._num_sent = 0
         self._num_acknowledged = 0
+        self._num_executed = 0
         self._rows: list[EngineCoreOutput] = []
         self._utility_results: list[UtilityResult] = []
         self._utilities: Final[dict[str, Callable[..., UtilityValue]]] = {
@@ -67,6 +69,10 @@ class EngineCore:
     def ready(self) -> Ready:
         """The message that opens this engine for requests."""
         return Ready(self._epoch, self._executor.info)
+
+    def heartbeat(self) -> Heartbeat:
+        """The message that says that the loop turns."""
+        return Heartbeat(self._epoch, self._num_sent, self._num_executed)
 
     @property
     def has_credit(self) -> bool:
@@ -110,6 +116,7 @@ class EngineCore:
             if self._in_flight and (plan is None or len(self._in_flight) > self._run_ahead):
                 oldest, launched = self._in_flight.popleft()
                 self._rows.extend(self._scheduler.commit(oldest, launched.wait()))
+                self._num_executed += 1
         if not self._has_rows:
             return None
         rows, self._rows = self._rows, []
@@ -140,7 +147,7 @@ class EngineCore:
             self._rows.append(
                 EngineCoreOutput(
                     request_id=request.request_id,
-                    start=len(request.output_token_ids),
+                    start=request.num_earlier_tokens + len(request.output_token_ids),
                     new_token_ids=[],
                     finish_reason="error",
                     error=problem,
@@ -160,6 +167,7 @@ class EngineCore:
                 num_scored_tokens=len(request.prompt_token_ids) if request.output_token_ids else 1,
                 is_resumable=request.resumable,
                 cache_root=salted(cache_salt=request.cache_salt),
+                num_earlier_tokens=request.num_earlier_tokens,
             )
         )
 

@@ -9,7 +9,7 @@ import time
 from typing import Protocol
 
 from trio_llm.engine.core import EngineCore
-from trio_llm.wire.messages import FromEngine, Heartbeat, ToEngine
+from trio_llm.wire.messages import FromEngine, ToEngine
 
 __all__ = ["HEARTBEAT_INTERVAL_S", "Link", "run_loop"]
 
@@ -23,7 +23,7 @@ class Link(Protocol):
     def send(self, message: FromEngine) -> None: ...
 
 
-def run_loop(core: EngineCore, link: Link, *, epoch: int) -> None:
+def run_loop(core: EngineCore, link: Link) -> None:
     """Serve until an exception ends it.
 
     The heartbeat comes from here and from nowhere else, so that it proves that the loop turns.
@@ -41,5 +41,5 @@ def run_loop(core: EngineCore, link: Link, *, epoch: int) -> None:
             link.send(outputs)
             last_sent_s = time.monotonic()
         elif time.monotonic() - last_sent_s >= HEARTBEAT_INTERVAL_S:
-            link.send(Heartbeat(epoch))
+            link.send(core.heartbeat())
             last_sent_s = time.monotonic()

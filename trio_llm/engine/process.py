@@ -60,7 +60,7 @@ def _serve(boot: EngineBoot, link: EngineLink) -> None:
     executor = _load(boot.config, tell)
     core = EngineCore(executor, boot.config, epoch=boot.epoch)
     link.send(core.ready())
-    run_loop(core, link, epoch=boot.epoch)
+    run_loop(core, link)
 
 
 def _load(config: EngineConfig, tell: ProgressCallback) -> Executor:

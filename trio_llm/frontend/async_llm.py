@@ -23,11 +23,13 @@ from trio_llm.errors import (
     InvalidRequestError,
 )
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
-from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.engine_life import EngineLife
 from trio_llm.frontend.input_processor import InputProcessor, check_priority, make_internal_id
-from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
+from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
+from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.request_stream import GenerateStream
@@ -69,24 +71,25 @@ class AsyncLLM(EngineClient):
         )
         self._ledger = AdmissionLedger(limits, self._recorder.rejection)
         self._utilities = UtilityCalls(core)
+        self._live = LiveRequests(core, self._recorder, self._ledger, self._on_request_gone)
         self._handler = OutputHandler(
             core,
+            self._live,
             self._recorder,
             OutputHandlerHooks(
                 on_sign_of_life=self._on_sign_of_life,
+                on_step=self._on_step,
                 on_progress=self._on_progress,
                 on_ready=self._on_ready,
                 on_utility_result=self._utilities.resolve,
+                on_lost=self._on_lost,
                 on_dead=self._on_dead,
-                on_request_gone=self._on_request_gone,
             ),
-            ledger=self._ledger,
             ack_steps=max(1, config.credit_steps // 8),
         )
-        self._started_s = self._last_life_s = trio.current_time()
-        self._progress = Progress(0, "starting", 0, 0)
-        self._ready_message: Ready | None = None
+        self._life = EngineLife(config, kill=core.kill, num_expected=self._num_expected)
         self._has_ready_message = trio.Event()
+        self._ready_message: Ready | None = None
         self._settled = trio.Event()
         """Ready or dead."""
         self._dead = trio.Event()
@@ -95,7 +98,6 @@ class AsyncLLM(EngineClient):
         self._sessions: set[Session] = set()
         """Those whose inputs are being read."""
         self._idle_waiters = trio.lowlevel.ParkingLot()
-        self._dead_error: EngineDeadError | None = None
         self._is_draining = False
         self._is_closed = False
         self._model_config: ModelConfig | None = None
@@ -107,19 +109,19 @@ class AsyncLLM(EngineClient):
     @property
     def model_config(self) -> ModelConfig:
         if self._model_config is None:
-            raise self._not_ready()
+            raise self._life.not_ready()
         return self._model_config
 
     @property
     def renderer(self) -> Renderer:
         if self._renderer is None:
-            raise self._not_ready()
+            raise self._life.not_ready()
         return self._renderer
 
     @property
     def input_processor(self) -> InputProcessor:
         if self._input_processor is None:
-            raise self._not_ready()
+            raise self._life.not_ready()
         return self._input_processor
 
     def get_supported_tasks(self) -> tuple[str, ...]:
@@ -141,7 +143,7 @@ class AsyncLLM(EngineClient):
             admit = partial(self._admit_session, prompt, params, external_id, priority)
         else:
             admit = partial(self._admit, prompt, params, external_id, priority)
-        return GenerateStream(external_id, admit, self._handler.leave, self._handler.resubmit)
+        return GenerateStream(external_id, admit, self._live.leave, self._live.resubmit)
 
     async def _admit(
         self, prompt: str | list[int], params: SamplingParams, external_id: str, priority: int
@@ -163,7 +165,7 @@ class AsyncLLM(EngineClient):
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        return self._handler.submit(request, external_id, arrived_s)
+        return self._live.submit(request, external_id, arrived_s)
 
     async def _admit_session(
         self, inputs: AsyncIterable[StreamingInput], params: SamplingParams, external_id: str, priority: int
@@ -181,7 +183,7 @@ class AsyncLLM(EngineClient):
             priority=priority,
             renderer=self.renderer,
             input_processor=self.input_processor,
-            handler=self._handler,
+            requests=self._live,
         )
         self._sessions.add(session)
         self._nursery.start_soon(self._run_session, session)
@@ -195,10 +197,10 @@ class AsyncLLM(EngineClient):
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        return sum(self._handler.abort(request_id) for request_id in ids)
+        return sum(self._live.abort(request_id) for request_id in ids)
 
     def check_admission(self) -> None:
-        if self._is_draining and self._dead_error is None:
+        if self._is_draining and self._life.dead_error is None:
             raise EngineUnavailableError("the server is shutting down and takes no new requests")
         self._check_ready()
         self._ledger.check()
@@ -207,17 +209,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def status(self) -> EngineStatus:
-        elapsed_s = trio.current_time() - self._started_s
-        if self._dead_error is not None:
-            return EngineStatus(state="dead", reason=str(self._dead_error), elapsed_s=elapsed_s)
-        if self._is_draining:
-            return EngineStatus(state="draining", elapsed_s=elapsed_s)
-        if self._model_config is None:
-            progress = self._progress
-            return EngineStatus(
-                state="loading", phase=progress.phase, done=progress.done, total=progress.total, elapsed_s=elapsed_s
-            )
-        return EngineStatus(state="ready", elapsed_s=elapsed_s)
+        return self._life.status(is_draining=self._is_draining)
 
     @property
     def is_running(self) -> bool:
@@ -225,7 +217,7 @@ class AsyncLLM(EngineClient):
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        return self._dead_error
+        return self._life.dead_error
 
     @property
     def should_keep_api_server_alive(self) -> bool:
@@ -243,8 +235,8 @@ class AsyncLLM(EngineClient):
 
     async def wait_dead(self) -> EngineDeadError:
         await self._dead.wait()
-        assert self._dead_error is not None
-        return self._dead_error
+        assert self._life.dead_error is not None
+        return self._life.dead_error
 
     async def check_health(self) -> None:
         self._check_ready()
@@ -273,7 +265,7 @@ class AsyncLLM(EngineClient):
 
     async def wait_idle(self) -> None:
         await trio.lowlevel.checkpoint()
-        while self._handler.num_unfinished:
+        while len(self._live):
             await self._idle_waiters.park()
 
     def statistics(self) -> EngineStatistics:
@@ -290,33 +282,26 @@ class AsyncLLM(EngineClient):
         nursery.start_soon(self._core.run)
         nursery.start_soon(self._handler.run)
         nursery.start_soon(self._log_statistics)
+        nursery.start_soon(self._life.watch)
         await self._start_up()
 
     async def _start_up(self) -> None:
-        """Watch the engine until its `Ready`, then load the tokenizer that belongs to its weights."""
-        timeout_s = self.config.startup_timeout_s
-        while not self._has_ready_message.is_set() and self._dead_error is None:
-            left_s = self._last_life_s + timeout_s - trio.current_time()
-            if left_s <= 0:
-                self._core.kill(
-                    f"the engine gave no sign of life for {timeout_s:g} s in phase {self._progress.phase!r}"
-                )
-                return
-            with trio.move_on_after(left_s):
-                await self._has_ready_message.wait()
+        """Wait for the engine's first `Ready`, then load the tokenizer that belongs to its weights."""
+        await self._has_ready_message.wait()
         if self._ready_message is None:
             return
         model = self._ready_message.model
-        self._progress = Progress(0, "tokenizer", 0, 0)
+        self._life.progress = Progress(0, "tokenizer", 0, 0)
         try:
             renderer = await self._load_renderer(model)
         except EngineStartupError as error:
             self._core.kill(str(error))
             return
-        self._handler.processor = OutputProcessor(renderer.token_table)
+        self._live.processor = OutputProcessor(renderer.token_table)
         self._renderer = renderer
         self._input_processor = InputProcessor(model)
         self._model_config = model
+        self._life.is_ready = True
         self._settled.set()
 
     async def _load_renderer(self, model: ModelConfig) -> Renderer:
@@ -331,47 +316,65 @@ class AsyncLLM(EngineClient):
     # ----------------------------------------------------------------------------------------- hooks
 
     def _on_sign_of_life(self) -> None:
-        self._last_life_s = trio.current_time()
+        self._life.sign_of_life()
+
+    def _on_step(self) -> None:
+        self._life.step()
 
     def _on_progress(self, progress: Progress) -> None:
-        self._progress = progress
+        self._life.progress = progress
 
     def _on_ready(self, ready: Ready) -> None:
+        is_first = self._ready_message is None
         self._ready_message = ready
-        self._has_ready_message.set()
+        self._life.ready()
+        if is_first or self._model_config is None:
+            self._has_ready_message.set()
+            return
+        if ready.model.logits_width != self._model_config.logits_width:
+            self._core.kill("another model was found where the engine's was: requests cannot go on with that")
+            return
+        self._model_config = ready.model
+        self._input_processor = InputProcessor(ready.model)
+        logger.warning("the engine is ready again and goes on with %d requests", len(self._live))
+        self._recorder.engine_restarted()
+        self._utilities.resume()
+        self._live.resume()
+
+    def _on_lost(self, lost: EngineLost) -> None:
+        self._life.lose(lost)
+        self._utilities.lose_engine()
+
+    def _num_expected(self) -> int:
+        return self._live.num_expected
 
     def _close(self) -> None:
         """The block of `open_llm` is left: nobody waits for an answer any more. Synchronous."""
-        if self._dead_error is None:
+        if self._life.dead_error is None:
             self._is_closed = True
-            self._handler.give_up(EngineDeadError("the block of open_llm() was left, and the engine with it"))
+            error = EngineDeadError("the block of open_llm() was left, and the engine with it")
+            self._on_dead(error)
+            self._live.give_up(error)
+            self._recorder.flush()
 
     def _on_dead(self, error: EngineDeadError) -> None:
         if self._model_config is None:
-            self._dead_error = EngineStartupError(*error.args)  # `wait_until_ready` raises it: no need to log
-        else:
-            self._dead_error = error
-            if not self._is_closed:
-                logger.error("the engine is dead: %s", error)
+            error = EngineStartupError(*error.args)  # `wait_until_ready` raises it: no need to log
+        elif not self._is_closed:
+            logger.error("the engine is dead: %s", error)
+        self._life.dead_error = error
         self._utilities.fail_all(error)
         self._has_ready_message.set()
         self._settled.set()
         self._dead.set()
 
     def _on_request_gone(self) -> None:
-        if not self._handler.num_unfinished:
+        if not len(self._live):
             self._idle_waiters.unpark_all()
 
     def _check_ready(self) -> None:
-        if self._dead_error is not None or self._model_config is None:
-            raise self._not_ready()
-
-    def _not_ready(self) -> EngineDeadError | EngineUnavailableError:
-        if self._dead_error is not None:
-            return type(self._dead_error)(*self._dead_error.args)
-        progress = self._progress
-        how_far = f", {progress.done} of {progress.total}" if progress.total else ""
-        return EngineUnavailableError(f"the model is still loading (phase {progress.phase}{how_far})")
+        if self._life.dead_error is not None or self._model_config is None:
+            raise self._life.not_ready()
 
 
 def _check_request_id(external_id: str) -> None:

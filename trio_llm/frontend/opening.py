@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import trio
 
@@ -14,6 +15,8 @@ from trio_llm.config import EngineConfig
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.core_client.one_engine import OneEngineClient
+from trio_llm.frontend.core_client.restart_policy import RestartPolicy
+from trio_llm.frontend.core_client.restarting import RestartingClient
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.statistics.stats import StatLogger
 
@@ -44,15 +47,20 @@ async def open_llm(
     """
     if not isinstance(config, EngineConfig):
         config = EngineConfig(model=config)
-    core = OneEngineClient(config)
     async with open_llm_over(
-        core,
+        _make_core(config),
         config,
         wait_until_ready=wait_until_ready,
         stat_loggers=stat_loggers,
         keep_alive_on_engine_death=keep_alive_on_engine_death,
     ) as llm:
         yield llm
+
+
+def _make_core(config: EngineConfig) -> CoreClient:
+    if config.on_engine_death == "exit":
+        return OneEngineClient(config)
+    return RestartingClient(partial(OneEngineClient, config), RestartPolicy(config.max_engine_restarts))
 
 
 @asynccontextmanager

@@ -6,6 +6,7 @@ the outputs into mailboxes and sends the aborts that this asks for.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
 import msgspec
@@ -16,8 +17,8 @@ from trio_llm.frontend.text.logprobs import make_token_logprobs
 from trio_llm.frontend.text.parallel_sampling import Family
 from trio_llm.frontend.text.stop import StopScanner
 from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-from trio_llm.sampling import RequestOutputKind, SamplingParams
-from trio_llm.wire.messages import EngineCoreOutput, EngineCoreRequest, LogprobRow
+from trio_llm.sampling import RequestOutputKind
+from trio_llm.wire.messages import Continue, EngineCoreOutput, EngineCoreRequest, LogprobRow
 
 __all__ = ["OutputGap", "OutputProcessor", "ProcessedRow", "RequestState"]
 
@@ -45,6 +46,15 @@ class RequestState:
     """With n > 1: what it has in common with the requests that make the other choices."""
     num_tokens: int = 0
     """Generated tokens taken from the engine so far; what the next row's `start` must be."""
+    token_ids: array[int] = field(default_factory=lambda: array("i"))
+    """These tokens; of a session: those of its newest answer. Four bytes each: every request keeps them, since another
+    engine may have to go on after them."""
+    num_tokens_when_sent: int | None = None
+    """`num_tokens` when the engine got the request; None: the engine does not have it."""
+    num_deaths: int = 0
+    """Of engines that had the request and gave no token of it."""
+    is_idle: bool = False
+    """A session that waits for its next input: the engine owes it nothing."""
     num_cached_tokens: int = 0
     num_expired: int = 0
     """How often the engine has dropped it, its deadline passed, before anything was computed."""
@@ -53,9 +63,8 @@ class RequestState:
     is_tombstone: bool = False
     """Nobody reads any more; rows on their way are dropped until the engine's last one comes."""
     text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """All so far; not for DELTA, which keeps nothing it has given away."""
+    """All so far; `text` and `logprobs` not for DELTA, which keeps nothing it has given away."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """All so far, one a token of the prompt. None: not asked for, or given away."""
 
@@ -121,21 +130,33 @@ class OutputProcessor:
         )
 
     def begin_answer(
-        self, state: RequestState, token_ids: list[int], params: SamplingParams, *, num_input_tokens: int
+        self,
+        state: RequestState,
+        message: EngineCoreRequest | Continue,
+        token_ids: list[int],
+        *,
+        num_input_tokens: int,
     ) -> None:
         """A session gets an input.
 
         Args:
+            message: what the engine is told of it.
             token_ids: all before the answer; kept as it is, and may grow.
-            params: for the answer.
             num_input_tokens: of all inputs so far.
         """
-        state.request = msgspec.structs.replace(state.request, prompt_token_ids=token_ids, params=params)
+        state.request = msgspec.structs.replace(
+            state.request,
+            prompt_token_ids=token_ids,
+            params=message.params,
+            bad_words_token_ids=message.bad_words_token_ids,
+            resumable=True,
+        )
+        state.is_idle = False
         state.detokenizer = self._make_detokenizer(state.request)
-        state.wants_logprobs = params.logprobs is not None
+        state.wants_logprobs = message.params.logprobs is not None
         state.num_prompt_tokens = num_input_tokens
         state.text.clear()
-        state.token_ids.clear()
+        del state.token_ids[:]
         state.logprobs.clear()
 
     def end_session(self, state: RequestState, reason: FinishReason) -> RequestOutput | None:
@@ -267,6 +288,7 @@ class OutputProcessor:
                 text += state.detokenizer.finish()
             news = CompletionOutput(state.index, text, token_ids, None, row.finish_reason, row.stop_reason)
         state.num_tokens += len(news.token_ids)
+        state.token_ids.extend(news.token_ids)
         if (
             state.prompt_logprobs is not None
             and news.token_ids
@@ -310,6 +332,7 @@ class OutputProcessor:
 
 def _end_answer(state: RequestState, news: CompletionOutput) -> ProcessedRow:
     """One answer of a session is over, and the session is not."""
+    state.is_idle = True
     output = _make_output(state, news)
     assert output is not None
     output.finished = False
@@ -348,7 +371,6 @@ def _add_prompt_logprobs(state: RequestState, output: RequestOutput) -> None:
 def _accumulate(state: RequestState, news: CompletionOutput) -> CompletionOutput:
     """All so far, for kinds that give it."""
     state.text.append(news.text)
-    state.token_ids.extend(news.token_ids)
     state.logprobs.extend(news.logprobs or ())
     if state.kind is RequestOutputKind.FINAL_ONLY and news.finish_reason is None:
         return news

@@ -14,7 +14,7 @@ from typing import Literal
 import trio
 
 from trio_llm.frontend.deadlines import seconds_left
-from trio_llm.frontend.output_handler import LiveRequest
+from trio_llm.frontend.live_requests import LiveRequest
 from trio_llm.outputs import RequestOutput
 
 __all__ = ["GenerateStream"]

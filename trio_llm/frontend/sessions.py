@@ -16,7 +16,7 @@ import trio
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.collector import RequestOutputCollector
 from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
-from trio_llm.frontend.output_handler import LiveRequest, OutputHandler
+from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
@@ -133,14 +133,14 @@ class Session:
         priority: int,
         renderer: Renderer,
         input_processor: InputProcessor,
-        handler: OutputHandler,
+        requests: LiveRequests,
     ) -> None:
         self._inputs = inputs
         self._params = params
         self._priority = priority
         self._renderer = renderer
         self._input_processor = input_processor
-        self._handler = handler
+        self._requests = requests
         self._scope: Final = trio.CancelScope()
         self._collector = SessionCollector(params.output_kind, self._scope.cancel)
         self._internal_id = make_internal_id(external_id)
@@ -150,7 +150,7 @@ class Session:
         self._is_idle = True
         """No answer is under way."""
         self._is_draining = False
-        self.request: LiveRequest = handler.open_session(
+        self.request: LiveRequest = requests.open_session(
             EngineCoreRequest(self._internal_id, [], params, priority=priority),
             external_id,
             self._collector,
@@ -214,14 +214,14 @@ class Session:
             raise InvalidRequestError("an input has no tokens", "prompt")
         message = self._message(list(token_ids), params, bad_words)
         has_room = trio.Event()
-        self._handler.queue_input(self.request, len(token_ids), has_room.set)
+        self._requests.queue_input(self.request, len(token_ids), has_room.set)
         await has_room.wait()
         # Whoever has ended the session meanwhile has told the engine so: nothing must be sent after that.
         await trio.lowlevel.checkpoint()
         self._token_ids += token_ids
         self._num_input_tokens += len(token_ids)
         self._collector.begin_answer()
-        self._handler.send_input(
+        self._requests.send_input(
             self.request, message, token_ids=self._token_ids, num_input_tokens=self._num_input_tokens
         )
 
@@ -255,12 +255,12 @@ class Session:
         self._end(self._collector.finish_reason)
 
     def _end(self, reason: FinishReason) -> None:
-        output = self._handler.end_session(self.request, reason)
+        output = self._requests.end_session(self.request, reason)
         if output is not None:
             self._collector.put(output)
 
     def _fail(self, error: Exception) -> None:
-        was_over = self._handler.end_session(self.request, "error") is None
+        was_over = self._requests.end_session(self.request, "error") is None
         self._collector.put_error(error)
         if was_over:
             logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)

@@ -10,18 +10,18 @@ from typing import Literal
 
 __all__ = ["EngineState", "EngineStatus"]
 
-EngineState = Literal["loading", "ready", "draining", "dead"]
+EngineState = Literal["loading", "ready", "recovering", "stalled", "draining", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatus:
     state: EngineState
     phase: str | None = None
-    """While loading: starting, convert, load, warm-up, tokenizer."""
+    """While loading or recovering: starting, convert, load, warm-up, tokenizer."""
     done: int = 0
     total: int = 0
     """How far the phase is; total 0: not known."""
     elapsed_s: float = 0.0
-    """Since the engine was started."""
+    """Since the engine was started, or started again."""
     reason: str | None = None
-    """Of death: the root cause as text."""
+    """Why it is dead, stalled or recovering: the root cause as text."""

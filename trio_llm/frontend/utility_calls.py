@@ -22,13 +22,16 @@ class UtilityCalls:
     def __init__(self, core: CoreClient) -> None:
         self._core = core
         self._numbers = count(1)
-        self._waiting: dict[int, trio.MemorySendChannel[_Answer]] = {}
+        self._waiting: dict[int, tuple[UtilityCall, trio.MemorySendChannel[_Answer]]] = {}
+        self._has_engine = True
         self._dead_error: EngineDeadError | None = None
 
     async def call(
         self, method: str, *args: PlainValue
     ) -> PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]:
         """Call a method of the engine and wait for its answer.
+
+        If the engine dies meanwhile and another one is started, the call is made again there.
 
         Cancellation: the engine may still carry the call out; its answer is dropped.
 
@@ -41,9 +44,11 @@ class UtilityCalls:
             raise type(self._dead_error)(*self._dead_error.args)
         call_id = next(self._numbers)
         send, receive = trio.open_memory_channel[_Answer](1)
-        self._waiting[call_id] = send
+        call = UtilityCall(call_id, method, list(args))
+        self._waiting[call_id] = call, send
         try:
-            self._core.send_nowait(UtilityCall(call_id, method, list(args)))
+            if self._has_engine:
+                self._core.send_nowait(call)
             answer = await receive.receive()
         finally:
             self._waiting.pop(call_id, None)
@@ -55,12 +60,22 @@ class UtilityCalls:
 
     def resolve(self, result: UtilityResult) -> None:
         """Give an answer to the one who waits for it, if anybody still does."""
-        if send := self._waiting.pop(result.call_id, None):
-            send.send_nowait(result)
+        if waiting := self._waiting.pop(result.call_id, None):
+            waiting[1].send_nowait(result)
+
+    def lose_engine(self) -> None:
+        """The engine is dead, and there will be another one: calls wait for that."""
+        self._has_engine = False
+
+    def resume(self) -> None:
+        """Another engine is ready: it gets all calls that wait."""
+        self._has_engine = True
+        for call, _ in self._waiting.values():
+            self._core.send_nowait(call)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """The engine is gone: every call, now and later, raises this."""
         self._dead_error = error
-        for send in self._waiting.values():
+        for _, send in self._waiting.values():
             send.send_nowait(error)
         self._waiting.clear()

@@ -18,6 +18,9 @@ from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.executor.fake import DEFAULT_NUM_BLOCKS
 from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.frontend.core_client.restart_policy import RestartPolicy
+from trio_llm.frontend.core_client.restarting import RestartingClient
 from trio_llm.frontend.opening import open_tasks
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
@@ -61,9 +64,14 @@ class FakeLLM(AsyncLLM):
         self, executor: AnsweringExecutor, config: EngineConfig, stat_loggers: Sequence[StatLogger], *, step_s: float
     ) -> None:
         self._executor = executor
-        self._fake_core = InMemoryCoreClient(executor, config, step_s=step_s)
-        super().__init__(self._fake_core, config, stat_loggers, keep_alive_on_engine_death=False)
-        self._fake_core.on_sent = self._remember
+        self._engine_config = config
+        self._step_s = step_s
+        client: CoreClient = (
+            RestartingClient(self._make_core, RestartPolicy(config.max_engine_restarts))
+            if config.on_engine_death == "restart"
+            else self._make_core(1)
+        )
+        super().__init__(client, config, stat_loggers, keep_alive_on_engine_death=False)
         self._requests: dict[str, FakeRequest] = {}
         """By internal id, in order."""
 
@@ -93,11 +101,13 @@ class FakeLLM(AsyncLLM):
     # ---------------------------------------------------------------------------------------- faults
 
     def kill(self, reason: str = "killed by the test") -> None:
-        """End the engine for good, as a crash does. Readers get what was sent, then EngineDeadError with `reason`."""
+        """End the engine, as a crash does. Readers get what was sent, then EngineDeadError with `reason`; but with
+        `on_engine_death="restart"` another engine is started half a second later, and they get all the rest."""
         self._core.kill(reason)
 
     def stall(self) -> None:
-        """Let the engine hang: it reads nothing and finishes no step until `resume`."""
+        """Let the engine hang: it reads nothing and finishes no step until `resume`, or until it has done so for
+        `stall_timeout_s`: then it is killed."""
         self._fake_core.pause()
 
     def resume(self) -> None:
@@ -106,13 +116,13 @@ class FakeLLM(AsyncLLM):
 
     def slow(self, step_s: float) -> None:
         """Let each step from the next one on take so many seconds of Trio's clock."""
-        self._fake_core.step_s = step_s
+        self._step_s = self._fake_core.step_s = step_s
 
     def drop_next_frame(self) -> None:
         """Lose the next message of the engine that has tokens.
 
-        It is noticed by the gap that the request's next row shows, and ends the engine: readers get EngineDeadError. A
-        request whose last row was lost waits without end.
+        That is noticed at its next message, a second later if nothing else is to be told, and ends the engine as `kill`
+        does.
         """
         self._fake_core.drop_next_frame()
 
@@ -128,7 +138,7 @@ class FakeLLM(AsyncLLM):
 
     @property
     def core(self) -> InMemoryCoreClient:
-        """The link to the engine, to put messages in by hand."""
+        """The link to the engine, to put messages in by hand. Another one after a restart."""
         return self._fake_core
 
     @property
@@ -161,12 +171,12 @@ class FakeLLM(AsyncLLM):
         Raises:
             AssertionError: a request is unfinished and its block not left, or something leaks, or the engine stalls.
         """
-        running = [state.external_id for state in self._handler._requests if not state.is_tombstone]
+        running = [state.external_id for state in self._live.by_state if not state.is_tombstone]
         assert not running, f"unfinished, and their blocks are not left: {running}"
         if self.dead_error is None:
             assert not self.core.is_paused, "the engine is stalled, so nothing can be confirmed; call resume() first"
         await self.wait_idle()
-        assert self._handler.processor is None or len(self._handler.processor) == 0
+        assert self._live.processor is None or len(self._live.processor) == 0
         assert self._ledger.num_requests == self._ledger.num_tokens == 0
         if self.dead_error is not None:
             return
@@ -175,9 +185,14 @@ class FakeLLM(AsyncLLM):
         assert counts["num_free_blocks"] == counts["num_blocks"], counts
         assert not self._utilities._waiting
 
+    def _make_core(self, epoch: int) -> InMemoryCoreClient:
+        self._fake_core = InMemoryCoreClient(self._executor, self._engine_config, step_s=self._step_s, epoch=epoch)
+        self._fake_core.on_sent = self._remember
+        return self._fake_core
+
     def _remember(self, message: ToEngine) -> None:
-        if isinstance(message, EngineCoreRequest):
-            prompt, processor = message.prompt_token_ids, self._handler.processor
+        if isinstance(message, EngineCoreRequest) and message.request_id not in self._requests:
+            prompt, processor = message.prompt_token_ids, self._live.processor
             assert processor is not None
             self._requests[message.request_id] = FakeRequest(
                 request_id=processor._states[message.request_id].external_id,
@@ -232,7 +247,8 @@ async def open_fake_llm(
         stat_loggers: get the statistics.
         wait_until_ready: False: enter while the model seems to load.
         settings: fields of EngineConfig, such as `max_model_len`, `max_num_seqs` or `num_gpu_blocks_override`; and
-            of FakeEngineConfig, such as `script` (token ids) or `fail_at_step`.
+            of FakeEngineConfig, such as `script` (token ids) or `fail_at_step`. Unlike elsewhere, `on_engine_death` is
+            "exit" if it is not given: then faults show.
 
     Cancellation: safe; leaving the block, by any way, ends everything at once.
 
@@ -242,7 +258,7 @@ async def open_fake_llm(
     """
     fake_fields = {name: settings.pop(name) for name in _FAKE_FIELDS & settings.keys()}
     fake = FakeEngineConfig(logits_width=LOGITS_WIDTH, **{"eos_token_ids": (END,), **fake_fields})
-    config = EngineConfig(fake=fake, **settings)
+    config = EngineConfig(fake=fake, **{"on_engine_death": "exit", **settings})
     if config.max_model_len is not None:
         fake = msgspec.structs.replace(fake, max_model_len=config.max_model_len)
     executor = AnsweringExecutor(fake, num_blocks=config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS)

@@ -13,13 +13,12 @@ import trio
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import Executor
+from trio_llm.engine.loop import HEARTBEAT_INTERVAL_S
 from trio_llm.errors import EngineDeadError
 from trio_llm.wire.codec import decode_from_engine, decode_to_engine, encode
 from trio_llm.wire.messages import EngineCoreOutputs, FromEngine, ToEngine
 
 __all__ = ["InMemoryCoreClient"]
-
-_EPOCH = 1
 
 
 class InMemoryCoreClient:
@@ -29,10 +28,11 @@ class InMemoryCoreClient:
         executor: what runs the steps; a `FakeExecutor` for most tests.
         config: budget, sequences and credit.
         step_s: seconds of Trio's clock that each step takes; 0: a schedule point.
+        epoch: count of this incarnation.
     """
 
-    def __init__(self, executor: Executor, config: EngineConfig, *, step_s: float = 0.0) -> None:
-        self.core = EngineCore(executor, config, epoch=_EPOCH)
+    def __init__(self, executor: Executor, config: EngineConfig, *, step_s: float = 0.0, epoch: int = 1) -> None:
+        self.core = EngineCore(executor, config, epoch=epoch)
         self.step_s = step_s
         """May be changed at any time, for the steps that come."""
         self.on_sent: Callable[[ToEngine], None] = lambda message: None
@@ -46,6 +46,8 @@ class InMemoryCoreClient:
         self._resumed = trio.Event()
         self._resumed.set()
         self._drops_next_tokens = False
+        self._sent_s = trio.current_time()
+        """When the last message was made."""
 
     @property
     def is_paused(self) -> bool:
@@ -106,16 +108,26 @@ class InMemoryCoreClient:
         while self._inbox:
             self.core.handle(decode_to_engine(self._inbox.popleft()), trio.current_time())
         if not self.core.is_busy:
-            self._has_input = trio.Event()
-            await self._has_input.wait()
+            await self._wait_for_input()
             return
         outputs = self.core.step(trio.current_time())
+        if outputs is not None:
+            self._sent_s = trio.current_time()
         await trio.sleep(self.step_s)
         if self.is_paused:
             await self._resumed.wait()
         if outputs is not None and self._dead_reason is None and not self._is_lost(outputs):
             self._outbox.append(encode(outputs))
             self._has_output.set()
+
+    async def _wait_for_input(self) -> None:
+        self._has_input = trio.Event()
+        with trio.move_on_at(self._sent_s + HEARTBEAT_INTERVAL_S):
+            await self._has_input.wait()
+            return
+        self._sent_s = trio.current_time()
+        if not self.is_paused and self._dead_reason is None:
+            self.inject(self.core.heartbeat())
 
     def _is_lost(self, outputs: EngineCoreOutputs) -> bool:
         if not (self._drops_next_tokens and any(row.new_token_ids for row in outputs.outputs)):

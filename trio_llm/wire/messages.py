@@ -66,6 +66,9 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     """A session: after its answer it stays, and goes on with each `Continue`, until it is aborted."""
     cache_salt: str | None = None
     """Only requests with the same one share what is computed of their prompts."""
+    num_earlier_tokens: int = 0
+    """Of a session that goes on after a restart: what was generated in answers to earlier inputs, which are part of the
+    prompt. Rows count from there."""
 
 
 class Continue(_Message, frozen=True, gc=False, tag="continue"):
@@ -226,6 +229,10 @@ class Heartbeat(_Message, frozen=True, gc=False, tag="heartbeat"):
     """The loop turns although there is nothing to tell. Sent every second when idle."""
 
     epoch: int
+    step: int = 0
+    """Of the last `EngineCoreOutputs` that was sent: whoever has not got that has lost it."""
+    num_executed: int = 0
+    """Steps that were computed so far: it grows while a long prompt is, and no token comes of that."""
 
 
 class EngineDead(_Message, frozen=True, gc=False, tag="dead"):

@@ -130,9 +130,12 @@ class FakeExecutor(Executor):
         """Choose the plan's tokens; waiting for them takes `step_s` seconds.
 
         Raises:
+            RuntimeError: a prompt starts with `killer_prompt`.
             AssertionError: the plan is wrong: a bug of the scheduler.
         """
         self._num_steps += 1
+        if any(chunk.sequence.token_ids[0] == self._fake.killer_prompt for chunk in plan.chunks):
+            raise RuntimeError(f"the fake device is lost by a prompt that starts with token {self._fake.killer_prompt}")
         written: dict[int, Sequence] = {}
         for chunk in plan.chunks:
             self._compute(chunk, written)

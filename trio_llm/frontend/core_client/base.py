@@ -5,11 +5,22 @@ Implemented by `OneEngineClient` over zmq and processes; tests and FakeLLM may p
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from trio_llm.wire.messages import FromEngine, ToEngine
 
-__all__ = ["CoreClient"]
+__all__ = ["CoreClient", "EngineLost"]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """An incarnation of the engine is dead, all it sent was taken before, and another one will be started."""
+
+    epoch: int
+    """Of the dead one."""
+    reason: str
 
 
 class CoreClient(Protocol):
@@ -30,13 +41,13 @@ class CoreClient(Protocol):
         """
         ...
 
-    async def receive(self) -> list[FromEngine]:
+    async def receive(self) -> Sequence[FromEngine | EngineLost]:
         """Take all messages that are there, waiting for the first. For one task.
 
         Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken.
 
         Raises:
-            EngineDeadError: the engine is gone, and all it sent was taken before.
+            EngineDeadError: the engine is gone for good, and all it sent was taken before.
         """
         ...
 

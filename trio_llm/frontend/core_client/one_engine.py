@@ -43,16 +43,17 @@ class OneEngineClient:
 
     Args:
         config: what the engine runs.
+        epoch: count of this incarnation of the engine, from 1. It is not started again: see `RestartingClient`.
         command: the program that is the engine, and its arguments.
 
     Raises:
         EngineStartupError: the sockets cannot be made.
     """
 
-    def __init__(self, config: EngineConfig, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(self, config: EngineConfig, epoch: int = 1, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
         self._config = config
         self._command = command
-        self._epoch = 1
+        self._epoch = epoch
         self._outbox = Outbox()
         # Private to this user (0700), and short: an ipc path has about 100 bytes.
         try:

@@ -45,6 +45,11 @@ class StatisticsRecorder:
         """Nothing runs and nothing waits in an engine that is gone."""
         self.scheduler(SchedulerStats())
 
+    def engine_restarted(self) -> None:
+        """Another engine is ready after one that died."""
+        self._iteration.num_restarts += 1
+        self._has_news = True
+
     def tokens(self, state: RequestState, clock: RequestClock, count: int, now_s: float) -> None:
         """Tokens were delivered to one request."""
         iteration = self._iteration

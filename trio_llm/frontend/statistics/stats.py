@@ -40,6 +40,8 @@ class IterationStats:
     time_to_first_token_s: list[float] = field(default_factory=list)
     inter_token_latency_s: list[float] = field(default_factory=list)
     finished: list[FinishedRequestStats] = field(default_factory=list)
+    num_restarts: int = 0
+    """Engines that were started after another one had died."""
 
 
 class StatLogger(Protocol):

@@ -37,6 +37,8 @@ class EngineStatistics:
     """Requests that are over, by reason: stop, length, abort, error. Each choice of an answer counts."""
     num_refused: int
     """Requests that were refused for the load."""
+    num_restarts: int
+    """Engines that were started after another one had died."""
 
 
 class Totals:
@@ -47,6 +49,7 @@ class Totals:
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_refused = 0
+        self._num_restarts = 0
         self._finished: Counter[FinishReason] = Counter()
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
@@ -55,6 +58,7 @@ class Totals:
             self._scheduler = scheduler
         self._num_prompt_tokens += iteration.num_prompt_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
+        self._num_restarts += iteration.num_restarts
         self._finished.update(request.finish_reason for request in iteration.finished)
 
     def record_rejection(self, reason: str) -> None:
@@ -83,4 +87,5 @@ class Totals:
                 {reason: self._finished[reason] for reason in ("stop", "length", "abort", "error")}
             ),
             num_refused=self._num_refused,
+            num_restarts=self._num_restarts,
         )
