@@ -5,6 +5,7 @@ Used by the routes. Remembers which requests run, so that a drain can end them p
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -72,19 +73,19 @@ class Generation:
         `__anext__` takes nothing; it can be called again.
 
         Raises:
-            RequestTimeoutError: the request's time was over before it was admitted; with several prompts, or before
-                they had all their answers.
+            RequestTimeoutError: the request's time was over before its outputs were taken. The engine is told at once,
+                also while nothing is taken.
             InvalidRequestError, EngineError: as `EngineClient.generate`, on entering or by the iterator.
         """
         if len(self.prompts) > 1:
             self._check_limits()
-        if len(self.prompts) == 1:
+        if len(self.prompts) == 1 and self.timeout.deadline == math.inf:
             async with self._open_one(0, self.request_id) as outputs:
                 yield outputs
             return
+        # Each prompt has a task: the reader may be held up by its client when the time is over. Errors come through the
+        # channel, too: raised in the nursery, they would cancel the reader in the middle of what it sends.
         sender, receiver = trio.open_memory_channel[IndexedOutput | Exception](0)
-        # Errors come through the channel, too: raised in the nursery, they would cancel the reader in the middle of
-        # what it sends to its client.
         with unwrap_single(), receiver:
             async with trio.open_nursery() as nursery:
                 async with sender:
@@ -112,11 +113,10 @@ class Generation:
                 )
 
     async def _forward(self, index: int, sender: trio.MemorySendChannel[IndexedOutput | Exception]) -> None:
+        request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
         async with sender:
             try:
-                async with self._open_one(index, f"{self.request_id}-{index}") as outputs:
-                    # All of it, and not only what the reader waits for: while that one sends, the time may end, and
-                    # what the engine drops then must not be sent again.
+                async with self._open_one(index, request_id) as outputs:
                     with self.timeout.within():
                         async for output in outputs:
                             await sender.send(output)
