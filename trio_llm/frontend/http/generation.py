@@ -79,12 +79,12 @@ class Generation:
         """
         if len(self.prompts) > 1:
             self._check_limits()
-        if len(self.prompts) == 1 and self.timeout.deadline == math.inf:
-            async with self._open_one(0, self.request_id) as outputs:
+        if len(self.prompts) == 1:
+            async with self._open_one(0, self.request_id) as outputs, outputs.in_time(self.timeout):
                 yield outputs
             return
-        # Each prompt has a task: the reader may be held up by its client when the time is over. Errors come through the
-        # channel, too: raised in the nursery, they would cancel the reader in the middle of what it sends.
+        # Errors come through the channel, too: raised in the nursery, they would cancel the reader in the middle of
+        # what it sends to its client.
         sender, receiver = trio.open_memory_channel[IndexedOutput | Exception](0)
         with unwrap_single(), receiver:
             async with trio.open_nursery() as nursery:
@@ -113,10 +113,9 @@ class Generation:
                 )
 
     async def _forward(self, index: int, sender: trio.MemorySendChannel[IndexedOutput | Exception]) -> None:
-        request_id = self.request_id if len(self.prompts) == 1 else f"{self.request_id}-{index}"
         async with sender:
             try:
-                async with self._open_one(index, request_id) as outputs:
+                async with self._open_one(index, f"{self.request_id}-{index}") as outputs:
                     with self.timeout.within():
                         async for output in outputs:
                             await sender.send(output)
@@ -124,7 +123,7 @@ class Generation:
                 await sender.send(error)
 
     @asynccontextmanager
-    async def _open_one(self, index: int, request_id: str) -> AsyncIterator[AsyncIterator[IndexedOutput]]:
+    async def _open_one(self, index: int, request_id: str) -> AsyncIterator[_Indexed]:
         self.running.add(request_id)
         try:
             async with AsyncExitStack() as stack:
@@ -134,23 +133,61 @@ class Generation:
                         await stack.enter_async_context(stream)
                 except InvalidRequestError as error:
                     raise name_as_asked(error, self.param_names) from None
-                yield _Indexed(index, stream)
+                yield _Indexed(index, stream, stack)
         finally:
             self.running.discard(request_id)
 
 
-@dataclass(slots=True)
 class _Indexed:
-    """An iterator of outputs that adds the index."""
+    """An iterator of outputs that adds the index.
 
-    index: int
-    outputs: AsyncIterator[RequestOutput]
+    Args:
+        outputs: a stream that was entered.
+        block: what leaves the stream.
+    """
+
+    def __init__(self, index: int, outputs: AsyncIterator[RequestOutput], block: AsyncExitStack) -> None:
+        self._index = index
+        self._outputs = outputs
+        self._block = block
+        self._is_finished = False
+        self._error: Exception | None = None
+        """Why the stream was left before it was finished."""
 
     def __aiter__(self) -> _Indexed:
         return self
 
     async def __anext__(self) -> IndexedOutput:
-        return self.index, await self.outputs.__anext__()
+        if self._is_finished:
+            raise StopAsyncIteration
+        if self._error is not None:
+            raise self._error
+        output = await self._outputs.__anext__()
+        self._is_finished = output.finished
+        return self._index, output
+
+    @asynccontextmanager
+    async def in_time(self, timeout: RequestTimeout) -> AsyncIterator[None]:
+        """While the block lasts, leave the stream when the time is over.
+
+        Its reader has that deadline, too, but may be held up by its client then, and the engine is not to work on.
+        """
+        if timeout.deadline == math.inf:
+            yield
+            return
+
+        async def leave() -> None:
+            await trio.sleep_until(timeout.deadline)
+            self._error = timeout.error()
+            await self._block.aclose()
+
+        with unwrap_single():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(leave)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel(reason="the reader of the outputs has left")
 
 
 @dataclass(slots=True)
