@@ -6,7 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,10 @@ from tests.end_to_end.servers import (
     wait_until_sync,
 )
 from tests.frontend.cancelling import cancel_at_every_checkpoint
+from tests.frontend.workloads import WORKLOADS, generate_to_the_end
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.opening import open_llm
-from trio_llm.frontend.sessions import StreamingInput
-from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import LOGITS_WIDTH, MODEL_DIR
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 50_000}
@@ -112,41 +111,6 @@ def test_a_model_that_is_not_there_is_one_line_that_names_it() -> None:
     assert_one_clear_line(run_command("/nowhere/at/all"), "MODEL", "/nowhere/at/all")
 
 
-async def generate(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", SamplingParams(max_tokens=5)) as stream:
-        async for _ in stream:
-            pass
-
-
-async def leave_in_the_middle(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", SamplingParams(max_tokens=3000)) as stream:
-        await anext(stream)
-        await anext(stream)
-
-
-async def abort_by_id(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", SamplingParams(max_tokens=3000), request_id="x") as stream:
-        await anext(stream)
-        llm.abort("x")
-        async for _ in stream:
-            pass
-
-
-async def several_choices(llm: AsyncLLM) -> None:
-    await llm.complete("hello", max_tokens=3, n=3)
-
-
-async def session(llm: AsyncLLM) -> None:
-    async def inputs() -> AsyncIterator[StreamingInput]:
-        for text in ("hello", "again"):
-            await trio.lowlevel.checkpoint()
-            yield StreamingInput(text, SamplingParams(max_tokens=3))
-
-    async with llm.generate(inputs()) as stream:
-        async for _ in stream:
-            pass
-
-
 async def assert_idle(llm: AsyncLLM) -> None:
     await llm.wait_idle()
     counts = await llm.check_scheduler()
@@ -159,9 +123,10 @@ async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind
     fake = FakeEngineConfig(model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH)
     with trio.fail_after(120):
         async with open_llm(EngineConfig(fake=fake, num_gpu_blocks_override=200, max_num_queued_reqs=8)) as llm:
-            for work in (generate, leave_in_the_middle, abort_by_id, several_choices, session, AsyncLLM.check_health):
-                await cancel_at_every_checkpoint(lambda work=work: work(llm), lambda: assert_idle(llm))  # type: ignore[misc]
-            await generate(llm)
+            for work, least in WORKLOADS.items():
+                num_checkpoints = await cancel_at_every_checkpoint(partial(work, llm), partial(assert_idle, llm))
+                assert num_checkpoints >= least, f"{work} was hardly interrupted anywhere"
+            await generate_to_the_end(llm)
             await assert_idle(llm)
             await send_junk(llm)
             pid = llm._core.pid  # type: ignore[attr-defined]
@@ -178,7 +143,7 @@ async def send_junk(llm: AsyncLLM) -> None:
     for junk in (b"", b"\xc1", b"\x91" * 100_000, b"\x92\xa5abort\x05"):
         outbox._frames.append(junk)
     await llm.check_health()
-    await generate(llm)
+    await generate_to_the_end(llm)
 
 
 @pytest.fixture(autouse=True)

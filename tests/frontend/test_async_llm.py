@@ -19,6 +19,7 @@ from trio_llm.errors import (
     EngineUnavailableError,
     InvalidRequestError,
     PromptTooLongError,
+    QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.opening import open_llm_over
@@ -200,6 +201,111 @@ async def test_a_stream_that_is_dropped_warns_and_is_aborted() -> None:
 
         assert ["dropped" in str(warning.message) for warning in caught] == [True]
 
+        await fake.assert_nothing_is_left()
+
+
+async def test_a_stream_that_is_collected_in_another_thread_is_aborted_too(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    async with open_fake_llm() as fake:
+        streams = [fake.llm.generate(HELLO, params(2000))]
+        await streams[0].__aenter__()
+
+        await trio.to_thread.run_sync(streams.clear)
+
+        with trio.fail_after(5):
+            await fake.assert_nothing_is_left()
+        assert [request.was_aborted for request in fake.llm.requests] == [True]
+        assert [warning.category for warning in recwarn] == [ResourceWarning]
+
+
+async def test_a_second_task_that_reads_a_stream_is_refused_and_the_first_gets_all() -> None:
+    async with open_fake_llm() as fake:
+        expected = await read(fake.llm.generate(HELLO, params()))
+        got: list[int] = []
+
+        async with fake.llm.generate(HELLO, params()) as stream:
+
+            async def read_on() -> None:
+                got.extend([token_id async for output in stream for token_id in output.outputs[0].token_ids])
+
+            fake.llm.stall()
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(read_on)
+                await wait_all_tasks_blocked()
+                for _ in range(2):
+                    with trio.fail_after(5), pytest.raises(trio.BusyResourceError):
+                        await anext(stream)
+                    fake.llm.resume()
+
+        assert got == expected
+        await fake.assert_nothing_is_left()
+
+
+async def test_two_tasks_cannot_enter_a_stream() -> None:
+    async with open_fake_llm() as fake:
+        stream = fake.llm.generate(HELLO, params())
+        num_entered = 0
+
+        async def enter() -> None:
+            nonlocal num_entered
+            try:
+                await stream.__aenter__()
+                num_entered += 1
+            except RuntimeError:
+                pass
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(enter)
+            nursery.start_soon(enter)
+        assert num_entered == 1
+        await stream.__aexit__(None, None, None)
+        with trio.fail_after(5):
+            await fake.assert_nothing_is_left()
+
+
+async def test_a_stream_whose_entering_failed_or_was_cancelled_can_be_entered_again() -> None:
+    async with open_fake_llm(max_num_queued_reqs=1) as fake:
+        stream = fake.llm.generate(HELLO, params())
+        async with fake.llm.generate(HELLO, params(1000)):
+            with pytest.raises(QueueFullError):
+                await stream.__aenter__()
+        await fake.llm.wait_idle()
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await stream.__aenter__()
+
+        assert len(await read(stream)) == 8
+        await fake.assert_nothing_is_left()
+
+
+async def test_a_stream_that_is_left_while_a_task_reads_it_ends_that_and_is_not_left_again(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    async with open_fake_llm() as fake, trio.open_nursery() as nursery:
+        stream = fake.llm.generate(HELLO, params(1000))
+        ended: list[type[BaseException]] = []
+
+        async def read_on(stream: GenerateStream) -> None:
+            try:
+                while True:
+                    await anext(stream)
+            except trio.ClosedResourceError as error:
+                ended.append(type(error))
+
+        async with stream:
+            fake.llm.stall()
+            nursery.start_soon(read_on, stream)
+            await wait_all_tasks_blocked()
+        await wait_all_tasks_blocked()
+        fake.llm.resume()
+
+        assert ended == [trio.ClosedResourceError]
+        with pytest.raises(RuntimeError, match="outside"):
+            await anext(stream)
+        del stream
+        gc.collect()
+        assert list(recwarn) == []
         await fake.assert_nothing_is_left()
 
 

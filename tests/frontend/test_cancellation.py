@@ -9,17 +9,10 @@ import trio
 
 from tests.frontend.cancelling import cancel_at_every_checkpoint
 from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
+from tests.frontend.workloads import SHORT, WORKLOADS
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.sampling import SamplingParams
-
-PARAMS = SamplingParams(max_tokens=6)
-
-
-async def generate_to_the_end(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", PARAMS) as stream:
-        async for _ in stream:
-            pass
 
 
 async def generate_a_big_prompt(llm: AsyncLLM) -> None:
@@ -29,45 +22,11 @@ async def generate_a_big_prompt(llm: AsyncLLM) -> None:
             pass
 
 
-async def leave_in_the_middle(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", SamplingParams(max_tokens=1000)) as stream:
-        await anext(stream)
-        await anext(stream)
-
-
-async def abort_by_id(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", SamplingParams(max_tokens=1000), request_id="x") as stream:
-        await anext(stream)
-        llm.abort("x")
-        async for _ in stream:
-            pass
-
-
 async def fail(llm: AsyncLLM) -> None:
     with pytest.raises(EngineGenerateError):
-        async with llm.generate([7], PARAMS) as stream:
+        async with llm.generate([7], SHORT) as stream:
             async for _ in stream:
                 pass
-
-
-async def two_side_by_side(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", PARAMS) as first, llm.generate("hello", PARAMS) as second:
-        await anext(first)
-        await anext(second)
-
-
-async def several_choices(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", SamplingParams(max_tokens=6, n=3)) as stream:
-        async for _ in stream:
-            pass
-
-
-async def leave_several_choices(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", SamplingParams(max_tokens=1000, n=3), request_id="x") as stream:
-        await anext(stream)
-        await anext(stream)
-        llm.abort("x")
-        await anext(stream)
 
 
 async def several_greedy_choices(llm: AsyncLLM) -> None:
@@ -76,18 +35,14 @@ async def several_greedy_choices(llm: AsyncLLM) -> None:
             pass
 
 
-async def check_health(llm: AsyncLLM) -> None:
-    await llm.check_health()
-
-
 async def wait_for_idleness(llm: AsyncLLM) -> None:
-    async with llm.generate("hello", PARAMS):
+    async with llm.generate("hello", SHORT):
         await llm.wait_idle()
 
 
 async def check_the_next_request(fake: FakeSetUp) -> None:
     await fake.assert_nothing_is_left()
-    async with fake.llm.generate("hello", PARAMS) as stream:
+    async with fake.llm.generate("hello", SHORT) as stream:
         assert [output async for output in stream][-1].outputs[0].finish_reason == "length"
     await fake.assert_nothing_is_left()
 
@@ -95,16 +50,10 @@ async def check_the_next_request(fake: FakeSetUp) -> None:
 @pytest.mark.parametrize(
     ("work", "least"),
     [
-        (generate_to_the_end, 5),
+        *WORKLOADS.items(),
         (generate_a_big_prompt, 3),
-        (leave_in_the_middle, 3),
-        (abort_by_id, 3),
         (fail, 3),
-        (two_side_by_side, 4),
-        (several_choices, 4),
-        (leave_several_choices, 3),
         (several_greedy_choices, 4),
-        (check_health, 2),
         (wait_for_idleness, 3),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -155,6 +155,26 @@ async def test_a_reader_whose_deadline_was_moved_gets_its_answer_all_the_same(
         await fake.assert_nothing_is_left()
 
 
+async def test_a_prompt_that_the_caller_has_changed_since_is_sent_again_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
+) -> None:
+    async with open_fake_llm(step_s=STEP_S, engine=ONE_AT_A_TIME) as fake, AsyncExitStack() as stack:
+        engine = Engine(fake, monkeypatch)
+        await stack.enter_async_context(fake.llm.generate(HELLO, blocking(4)))
+        prompt = list(HELLO)
+        stream = await enter_within(2, stack, fake.llm.generate(prompt, SHORT, request_id="moved"))
+        prompt.clear()
+        await trio.sleep(3)
+        await rest_of(stream)
+
+        prompts = [
+            message.prompt_token_ids
+            for message in engine.sent
+            if isinstance(message, EngineCoreRequest) and message.request_id.startswith("moved-")
+        ]
+        assert prompts == [HELLO, HELLO]
+
+
 def _tokens(outputs: list[RequestOutput]) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for output in outputs:

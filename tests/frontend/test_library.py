@@ -10,7 +10,13 @@ import trio
 from trio.testing import MockClock
 
 from tests.frontend.cancelling import cancel_at_every_checkpoint
-from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError, InvalidRequestError
+from trio_llm.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    QueueFullError,
+)
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.testing import FakeLLM, open_fake_llm
@@ -174,6 +180,104 @@ async def test_map_reads_prompts_that_come_in_time(autojump_clock: MockClock) ->
 
     async with open_fake_llm(answers=ANSWERS) as llm, llm.map(prompts()) as results:
         assert [text_of(output) async for output in results] == ["Hi there", "See you"]
+
+
+class Prompts:
+    """Prompts without end, by an async generator of which is known whether it was closed."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.was_closed = False
+        self._fails_at = fails_at
+
+    async def generate(self) -> AsyncIterator[Any]:
+        try:
+            number = 0
+            while True:
+                await trio.lowlevel.checkpoint()
+                yield "Hello" if number != self._fails_at else []
+                number += 1
+        finally:
+            self.was_closed = True
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+async def test_map_closes_an_async_generator_when_it_is_left_early(ordered: bool) -> None:
+    prompts = Prompts()
+    generator = prompts.generate()
+    async with open_fake_llm(answers=ANSWERS) as llm:
+        async with llm.map(generator, max_in_flight=3, ordered=ordered):
+            await trio.testing.wait_all_tasks_blocked()
+            assert not prompts.was_closed
+        assert prompts.was_closed
+
+
+async def test_a_prompt_that_fails_ends_the_others_once_it_is_known_to_the_reader() -> None:
+    prompts = Prompts(fails_at=2)
+    async with open_fake_llm() as llm:
+        generator = prompts.generate()
+        async with llm.map(generator, max_in_flight=9, ordered=False, max_tokens=1000) as results:
+            with pytest.raises(InvalidRequestError):
+                await anext(results)
+
+            assert [output async for output in results] == []
+            with trio.fail_after(5):
+                await llm.wait_idle()
+            assert [request.was_aborted for request in llm.requests] == [True, True]
+        assert prompts.was_closed
+        await llm.assert_idle()
+
+
+async def clumsy(first: Any) -> AsyncIterator[Any]:
+    """Prompts whose clean-up fails."""
+    yield first
+    try:
+        await trio.sleep_forever()
+    finally:
+        raise ValueError("clumsy")
+
+
+async def test_prompts_whose_clean_up_fails_do_not_hide_the_prompt_that_failed(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with open_fake_llm() as llm:
+        with pytest.raises(InvalidRequestError):
+            async with llm.map(clumsy([])) as results:
+                async for _ in results:
+                    pass
+        await llm.assert_idle()
+
+    assert "clumsy" in caplog.text
+
+
+async def test_prompts_whose_clean_up_fails_do_not_hide_the_error_of_the_block(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with open_fake_llm(answers=ANSWERS) as llm:
+        with pytest.raises(ZeroDivisionError):
+            async with llm.map(clumsy("Hello")) as results:
+                await anext(results)
+                await trio.testing.wait_all_tasks_blocked()
+                raise ZeroDivisionError
+        await llm.assert_idle()
+
+    assert "clumsy" in caplog.text
+
+
+async def test_one_text_is_no_list_of_prompts() -> None:
+    async with open_fake_llm() as llm:
+        with pytest.raises(TypeError, match="complete"):
+            llm.map("Hello")
+
+
+async def test_a_conversation_is_refused_for_the_load_before_it_becomes_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_llm(max_num_queued_reqs=1) as llm:
+        async with llm.generate("Hello", SamplingParams(max_tokens=1000)):
+            monkeypatch.setattr(llm.renderer, "render_chat", None)
+            with pytest.raises(QueueFullError):
+                await llm.chat([USER])
+        await llm.assert_idle()
 
 
 async def test_map_of_nothing_gives_nothing() -> None:

@@ -1,17 +1,18 @@
 """Exception groups end at the public edge: what a nursery wrapped comes out as itself, if it is one thing.
 
-So `except EngineDeadError` works for a caller, however many nurseries were between.
+So `except EngineDeadError` works for a caller, however many nurseries were between. And what a caller's own code raises
+is kept apart from a cancellation that goes through it at the same time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
 import trio
 
-__all__ = ["single_leaf", "unwrap_single"]
+__all__ = ["errors_to", "single_leaf", "unwrap_single"]
 
 _NURSERY_MESSAGE: Final = "Exceptions from Trio nursery"
 """By this the groups are known that Trio makes."""
@@ -44,6 +45,24 @@ def unwrap_single() -> Iterator[None]:
         finally:
             # `raise` has put the group there, which says nothing more, in place of what the leaf was raised from.
             leaf.__cause__, leaf.__context__, leaf.__suppress_context__ = cause, context, is_hidden
+
+
+@contextmanager
+def errors_to(take: Callable[[Exception], None]) -> Iterator[None]:
+    """Give an error of this block to `take`, also one beside a cancellation, which goes on its way.
+
+    The block is somebody else's code, which may fail in its clean-up.
+    """
+    try:
+        yield
+    except Exception as error:
+        take(error)
+    except BaseExceptionGroup as group:
+        errors, others = group.split(Exception)
+        if errors is not None:
+            take(errors)
+        assert others is not None
+        raise others from None
 
 
 def _is_of_a_nursery(error: BaseException) -> bool:

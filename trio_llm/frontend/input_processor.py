@@ -81,7 +81,7 @@ class InputProcessor:
         check_priority(priority)
         return EngineCoreRequest(
             request_id,
-            prompt_token_ids,
+            list(prompt_token_ids),  # the caller may change its own, and this one may be sent again
             filled,
             priority=priority,
             deadline_s=deadline_s,
@@ -106,7 +106,7 @@ class InputProcessor:
             InvalidRequestError: as `process`.
         """
         filled = self._check(token_ids, params, bad_words_token_ids, num_earlier_tokens=num_earlier_tokens)
-        return Continue(request_id, token_ids, filled, bad_words_token_ids)
+        return Continue(request_id, list(token_ids), filled, bad_words_token_ids)
 
     def _check(
         self,

@@ -36,6 +36,9 @@ class LibraryCalls(abc.ABC):
     def renderer(self) -> Renderer: ...
 
     @abc.abstractmethod
+    def check_admission(self) -> None: ...
+
+    @abc.abstractmethod
     def generate(
         self,
         prompt: str | list[int],
@@ -58,6 +61,7 @@ class LibraryCalls(abc.ABC):
 
         Raises:
             InvalidRequestError: the request can never work.
+            OverloadedError: as much is unfinished as may be.
             EngineUnavailableError: the engine is loading or draining.
             EngineGenerateError: this request failed.
             EngineDeadError: the engine is gone.
@@ -84,7 +88,7 @@ class LibraryCalls(abc.ABC):
 
         Raises:
             InvalidRequestError: the messages are malformed or the template refuses them; and as `complete`.
-            EngineUnavailableError, EngineGenerateError, EngineDeadError: as `complete`.
+            EngineError: as `complete`.
         """
         async with self.stream_chat(messages, _whole(params, fields), template_kwargs=template_kwargs) as stream:
             return await _only(stream)
@@ -105,6 +109,7 @@ class LibraryCalls(abc.ABC):
         request_id = request_id if request_id is not None else uuid.uuid4().hex
 
         async def render() -> RequestStream:
+            self.check_admission()  # before the costly part
             token_ids = await self.renderer.render_chat(
                 _as_dicts(messages),
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
@@ -128,7 +133,8 @@ class LibraryCalls(abc.ABC):
 
         Args:
             prompts: texts or lists of token ids; any iterable or async iterable, endless ones too. It is read as
-                far as `max_in_flight` allows and no further. A plain iterable must not block.
+                far as `max_in_flight` allows and no further. A plain iterable must not block. An async generator is
+                closed at the end.
             max_in_flight: prompts that are running, or answered and not taken by the reader yet; at least 1.
             ordered: answers come in the order of the prompts. False: as they are finished.
             fields: as `complete`.
@@ -137,12 +143,15 @@ class LibraryCalls(abc.ABC):
 
         Raises (from the iteration):
             What `complete` raises, for the first prompt that fails: after the answers to those before it, or, not
-            `ordered`, as soon as the answers are taken that came before. No further prompt is begun then, and the
-            iteration is over. Errors of `prompts` itself come the same way.
+            `ordered`, as soon as the answers are taken that came before. No further prompt is begun then, what runs is
+            aborted, and the iteration is over. Errors of `prompts` itself come the same way.
 
         Raises (at once):
             ValueError: `max_in_flight` is below 1.
+            TypeError: `prompts` is a text; or there is no such field.
         """
+        if isinstance(prompts, str):
+            raise TypeError("map() takes prompts, not one text; use complete() for one")
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
         whole = _whole(params, fields)

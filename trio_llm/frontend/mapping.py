@@ -5,16 +5,20 @@ The tasks live in a nursery of the block. Used by `LibraryCalls.map`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Final, cast
 
 import trio
 
-from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.exception_groups import errors_to, unwrap_single
 from trio_llm.outputs import RequestOutput
 
 __all__ = ["MapResults", "Prompts", "open_map"]
+
+logger = logging.getLogger(__name__)
 
 Prompt = str | list[int]
 Prompts = Iterable[Prompt] | AsyncIterable[Prompt]
@@ -25,9 +29,15 @@ _END: Final = object()
 class MapResults:
     """What `llm.map()` gives: an async iterator of answers. Several tasks may read from it; each answer goes to one."""
 
-    def __init__(self, receive: trio.MemoryReceiveChannel[RequestOutput | Exception], slots: trio.Semaphore) -> None:
+    def __init__(
+        self,
+        receive: trio.MemoryReceiveChannel[RequestOutput | Exception],
+        slots: trio.Semaphore,
+        stop: Callable[[], None],
+    ) -> None:
         self._receive = receive
         self._slots = slots
+        self._stop = stop
         self._has_failed = False
 
     def __aiter__(self) -> MapResults:
@@ -39,7 +49,8 @@ class MapResults:
         Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken.
 
         Raises:
-            TrioLLMError: a prompt failed; the iteration is over. Errors of the prompts' iterable come here, too.
+            TrioLLMError: a prompt failed; the iteration is over, and what runs is aborted. Errors of the prompts'
+                iterable come here, too.
             trio.ClosedResourceError: the block was left.
         """
         if self._has_failed:
@@ -52,6 +63,7 @@ class MapResults:
         self._slots.release()
         if isinstance(result, Exception):
             self._has_failed = True
+            self._stop()
             raise result
         return result
 
@@ -75,14 +87,27 @@ class _Mapping:
         """Results whose predecessors are unfinished, by the prompt's number."""
         self._num_sent = 0
         self._feeding = trio.CancelScope()
+        self._running = trio.CancelScope()
 
     async def run(self, prompts: Prompts) -> None:
-        with self._send:
+        with self._send, self._running:
             async with trio.open_nursery() as nursery:
-                with self._feeding:
-                    await self._feed(prompts, nursery)
+                await self._feed(prompts, nursery)
+
+    def stop(self) -> None:
+        """Abort what runs, and begin nothing more. Synchronous."""
+        self._running.cancel()
 
     async def _feed(self, prompts: Prompts, nursery: trio.Nursery) -> None:
+        with errors_to(_log_clean_up):
+            try:
+                with self._feeding:
+                    await self._take_all(prompts, nursery)
+            finally:
+                if isinstance(prompts, AsyncGenerator):
+                    await prompts.aclose()
+
+    async def _take_all(self, prompts: Prompts, nursery: trio.Nursery) -> None:
         take: Callable[[], Awaitable[object]] | None = None
         number = 0
         while True:
@@ -91,6 +116,8 @@ class _Mapping:
                 take = take or _taker(prompts)
                 prompt = await take()
             except Exception as error:
+                if trio.current_effective_deadline() == -math.inf:
+                    raise  # cancelled: nobody waits for it
                 self._pass_on(number, error)
                 return
             if prompt is _END:
@@ -130,9 +157,10 @@ async def open_map(
     # The receiving side closes last: tasks that end in the very moment of leaving still pass their answers on.
     with unwrap_single(), receive:
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_Mapping(answer, send, slots, ordered=ordered).run, prompts)
+            mapping = _Mapping(answer, send, slots, ordered=ordered)
+            nursery.start_soon(mapping.run, prompts)
             try:
-                yield MapResults(receive, slots)
+                yield MapResults(receive, slots, mapping.stop)
             finally:
                 nursery.cancel_scope.cancel()
 
@@ -152,3 +180,7 @@ def _taker(prompts: Prompts) -> Callable[[], Awaitable[object]]:
         return next(prompts_now, _END)
 
     return take_now
+
+
+def _log_clean_up(error: Exception) -> None:
+    logger.warning("the prompts of map() failed when no more were wanted", exc_info=error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from types import TracebackType
 from typing import Literal
 
@@ -19,7 +20,7 @@ from trio_llm.outputs import RequestOutput
 
 __all__ = ["GenerateStream"]
 
-_Stage = Literal["new", "open", "over", "closed"]
+_Stage = Literal["new", "entering", "open", "over", "closed"]
 
 
 class GenerateStream:
@@ -44,7 +45,10 @@ class GenerateStream:
         self._leave = leave
         self._resubmit = resubmit
         self._stage: _Stage = "new"
+        self._is_being_read = False
         self._request: LiveRequest | None = None
+        self._trio: trio.lowlevel.TrioToken | None = None
+        """Of the run that it was entered in."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._request_id!r}: {self._stage}>"
@@ -57,7 +61,7 @@ class GenerateStream:
     async def __aenter__(self) -> GenerateStream:
         """Check and send the request, with the deadline of the cancel scopes around the caller.
 
-        Cancellation: safe. If this raises, nothing was sent and nothing is registered.
+        Cancellation: safe. If this raises, nothing was sent and nothing is registered; it may be tried again.
 
         Raises:
             InvalidRequestError: the request can never work.
@@ -67,8 +71,14 @@ class GenerateStream:
         """
         if self._stage != "new":
             raise RuntimeError("a stream can be entered once; call generate() again")
-        self._request = await self._admit()
-        self._stage = "open"
+        self._stage = "entering"
+        try:
+            self._request = await self._admit()
+            self._stage = "open"
+        finally:
+            if self._stage == "entering":
+                self._stage = "new"
+        self._trio = trio.lowlevel.current_trio_token()
         return self
 
     async def __aexit__(
@@ -80,10 +90,11 @@ class GenerateStream:
         self._stage = "closed"
 
     def __del__(self) -> None:
-        # A safety net, not a way to end a stream: when it runs is up to the garbage collector.
-        if self._stage in ("open", "over") and self._request is not None:
+        # A safety net, not a way to end a stream: when it runs, and in which thread, is up to the garbage collector.
+        if self._stage in ("open", "over") and self._request is not None and self._trio is not None:
+            with suppress(trio.RunFinishedError):
+                self._trio.run_sync_soon(self._leave, self._request)
             warnings.warn(f"{self!r} was dropped without leaving its block", ResourceWarning, source=self, stacklevel=1)
-            self._leave(self._request)
 
     def __aiter__(self) -> GenerateStream:
         if self._stage == "new":
@@ -103,11 +114,16 @@ class GenerateStream:
         Raises:
             EngineGenerateError: this request failed, and all text it is owed was taken.
             EngineDeadError: the engine is gone, and all text this request is owed was taken.
+            trio.BusyResourceError: another task is reading this stream, which goes on undisturbed.
+            trio.ClosedResourceError: another task has left the block meanwhile.
         """
         if self._stage == "over":
             raise StopAsyncIteration
         if self._stage != "open" or self._request is None:
             raise RuntimeError(f"{self!r} cannot be read outside its block")
+        if self._is_being_read:
+            raise trio.BusyResourceError(f"another task is reading {self!r}")
+        self._is_being_read = True
         collector = self._request.collector
         try:
             while True:
@@ -117,11 +133,17 @@ class GenerateStream:
                 if output.outputs:
                     break  # else it was only to be seen that the engine has dropped the request
         except Exception:
-            self._stage = "over"
+            self._end()
             raise
+        finally:
+            self._is_being_read = False
         if output.finished:
-            self._stage = "over"
+            self._end()
         return output
+
+    def _end(self) -> None:
+        if self._stage == "open":  # and not closed meanwhile
+            self._stage = "over"
 
     async def _send_again(self, request: LiveRequest) -> None:
         await trio.lowlevel.checkpoint()  # whoever is out of time goes here, and has nothing computed for it

@@ -15,6 +15,7 @@ import trio
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.frontend.exception_groups import errors_to
 from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.rendering.renderer import Renderer
@@ -162,18 +163,9 @@ class Session:
 
         Cancellation: safe; the request stays as it is, for its reader to leave.
         """
-        try:
+        with errors_to(self._fail):  # they are the caller's: whatever they are, they are the reader's, as themselves
             with self._scope:
                 await self._feed()
-        except Exception as error:  # the caller's: whatever it is, it is the reader's, as itself
-            self._fail(error)
-        except BaseExceptionGroup as group:  # cancelled from outside, and the caller's clean-up has failed besides
-            failed, others = group.split(Exception)
-            if failed is not None:
-                self._fail(failed)
-            assert others is not None
-            raise others from None
-        else:
             if not self._scope.cancelled_caught:
                 self._finish()
 
@@ -212,7 +204,7 @@ class Session:
         bad_words = await self._renderer.render_bad_words(params.bad_words) if params.bad_words else []
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("an input has no tokens", "prompt")
-        message = self._message(list(token_ids), params, bad_words)
+        message = self._message(token_ids, params, bad_words)
         has_room = trio.Event()
         self._requests.queue_input(self.request, len(token_ids), has_room.set)
         await has_room.wait()

@@ -224,6 +224,7 @@ COMMON: dict[str, Any] = {
     "include_stop_str_in_output": st.booleans(),
     "skip_special_tokens": st.booleans(),
     "return_token_ids": st.booleans(),
+    "timeout": st.sampled_from([None, 1000]),  # with one, outputs take another way
 }
 CHATS = st.fixed_dictionaries({**COMMON, "top_logprobs": st.sampled_from([None, 0, 2])}).map(
     lambda fields: {**fields, "logprobs": fields["top_logprobs"] is not None}

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import pytest
+import trio
 
 from tests.frontend.cancelling import cancel_at_every_checkpoint
 from tests.frontend.http.fake_client import HANG, End, FakeClient, Step
 from trio_llm.errors import EngineGenerateError, InvalidRequestError
 from trio_llm.frontend.http.errors import only_error
 from trio_llm.frontend.http.generation import Generation, IndexedOutput, RunningRequests
+from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout, timeout_of
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 
 ANSWER: tuple[Step, ...] = ("a", "b", End("c"))
 
 
-def generation(client: FakeClient, *prompts: str) -> Generation:
+def generation(client: FakeClient, *prompts: str, timeout: RequestTimeout = NO_TIMEOUT) -> Generation:
     return Generation(
         client=client,
         running=RunningRequests(),
         prompts=prompts,
         params=SamplingParams(output_kind=RequestOutputKind.DELTA),
         request_id="R",
+        timeout=timeout,
     )
 
 
@@ -35,10 +38,13 @@ def assert_nothing_is_left(client: FakeClient, work: Generation) -> None:
     assert work.running.ids() == []
 
 
+@pytest.mark.parametrize("timeout_s", [None, 1000])
 @pytest.mark.parametrize(("num_prompts", "least"), [(1, 4), (3, 9)])
-async def test_cancelling_at_any_checkpoint_aborts_every_prompt(num_prompts: int, least: int) -> None:
+async def test_cancelling_at_any_checkpoint_aborts_every_prompt(
+    num_prompts: int, least: int, timeout_s: float | None
+) -> None:
     client = FakeClient(*ANSWER)
-    work = generation(client, *["x"] * num_prompts)
+    work = generation(client, *["x"] * num_prompts, timeout=timeout_of(None, timeout_s, trio.current_time()))
 
     async def check() -> None:
         assert_nothing_is_left(client, work)
@@ -49,10 +55,13 @@ async def test_cancelling_at_any_checkpoint_aborts_every_prompt(num_prompts: int
     assert {index for index, output in await read(work) if output.finished} == set(range(num_prompts))
 
 
+@pytest.mark.parametrize("timeout_s", [None, 1000])
 @pytest.mark.parametrize("num_prompts", [1, 3])
-async def test_cancelling_after_some_outputs_at_any_checkpoint_aborts_every_prompt(num_prompts: int) -> None:
+async def test_cancelling_after_some_outputs_at_any_checkpoint_aborts_every_prompt(
+    num_prompts: int, timeout_s: float | None
+) -> None:
     client = FakeClient("a", HANG)
-    work = generation(client, *["x"] * num_prompts)
+    work = generation(client, *["x"] * num_prompts, timeout=timeout_of(None, timeout_s, trio.current_time()))
 
     async def leave_early() -> None:
         async with work.open() as outputs:

@@ -166,8 +166,9 @@ async def test_the_engine_gets_the_timeout_and_never_the_time_to_the_next_commen
     assert count == (1 if prompt == "x" else 2)
 
 
-async def test_what_waits_behind_a_slow_client_is_dropped_when_its_time_is_over(
-    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("prompt", ["x", ["x", "y"]])
+async def test_the_engine_works_no_longer_than_there_is_time_for_a_client_that_takes_its_own(
+    prompt: Any, autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SlowPost(Post):
         async def _send(self, message: Message) -> None:
@@ -185,14 +186,14 @@ async def test_what_waits_behind_a_slow_client_is_dropped_when_its_time_is_over(
 
         monkeypatch.setattr(fake.core, "send_nowait", note)
         # The first prompt has the engine for longer than there is time; the client takes its first event for longer.
-        exchange = SlowPost(fake.llm, prompt=["x", "y"], stream=True, timeout=5, max_tokens=200)
+        exchange = SlowPost(fake.llm, prompt=prompt, stream=True, timeout=5, max_tokens=200)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange.run)
             await trio.sleep(6)
             assert fake.llm.num_running == fake.llm.num_waiting == 0, "the engine works on for nobody"
 
     deadlines = [message.deadline_s for message in sent if isinstance(message, EngineCoreRequest)]
-    assert deadlines == [pytest.approx(5)] * 2, "nothing is sent again"
+    assert deadlines == [pytest.approx(5)] * len(prompt), "nothing is sent again"
     assert json.loads(exchange.events[-2])["error"]["code"] == 504
     assert exchange.events[-1] == "[DONE]"
 

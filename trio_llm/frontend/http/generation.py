@@ -5,6 +5,7 @@ Used by the routes. Remembers which requests run, so that a drain can end them p
 
 from __future__ import annotations
 
+import math
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
@@ -72,19 +73,19 @@ class Generation:
         `__anext__` takes nothing; it can be called again.
 
         Raises:
-            RequestTimeoutError: the request's time was over before it was admitted; with several prompts, or before
-                they had all their answers.
+            RequestTimeoutError: the request's time was over before its outputs were taken. The engine is told at once,
+                also while nothing is taken.
             InvalidRequestError, EngineError: as `EngineClient.generate`, on entering or by the iterator.
         """
         if len(self.prompts) > 1:
             self._check_limits()
         if len(self.prompts) == 1:
-            async with self._open_one(0, self.request_id) as outputs:
+            async with self._open_one(0, self.request_id) as outputs, outputs.in_time(self.timeout):
                 yield outputs
             return
-        sender, receiver = trio.open_memory_channel[IndexedOutput | Exception](0)
         # Errors come through the channel, too: raised in the nursery, they would cancel the reader in the middle of
         # what it sends to its client.
+        sender, receiver = trio.open_memory_channel[IndexedOutput | Exception](0)
         with unwrap_single(), receiver:
             async with trio.open_nursery() as nursery:
                 async with sender:
@@ -115,8 +116,6 @@ class Generation:
         async with sender:
             try:
                 async with self._open_one(index, f"{self.request_id}-{index}") as outputs:
-                    # All of it, and not only what the reader waits for: while that one sends, the time may end, and
-                    # what the engine drops then must not be sent again.
                     with self.timeout.within():
                         async for output in outputs:
                             await sender.send(output)
@@ -124,7 +123,7 @@ class Generation:
                 await sender.send(error)
 
     @asynccontextmanager
-    async def _open_one(self, index: int, request_id: str) -> AsyncIterator[AsyncIterator[IndexedOutput]]:
+    async def _open_one(self, index: int, request_id: str) -> AsyncIterator[_Indexed]:
         self.running.add(request_id)
         try:
             async with AsyncExitStack() as stack:
@@ -134,23 +133,61 @@ class Generation:
                         await stack.enter_async_context(stream)
                 except InvalidRequestError as error:
                     raise name_as_asked(error, self.param_names) from None
-                yield _Indexed(index, stream)
+                yield _Indexed(index, stream, stack)
         finally:
             self.running.discard(request_id)
 
 
-@dataclass(slots=True)
 class _Indexed:
-    """An iterator of outputs that adds the index."""
+    """An iterator of outputs that adds the index.
 
-    index: int
-    outputs: AsyncIterator[RequestOutput]
+    Args:
+        outputs: a stream that was entered.
+        block: what leaves the stream.
+    """
+
+    def __init__(self, index: int, outputs: AsyncIterator[RequestOutput], block: AsyncExitStack) -> None:
+        self._index = index
+        self._outputs = outputs
+        self._block = block
+        self._is_finished = False
+        self._error: Exception | None = None
+        """Why the stream was left before it was finished."""
 
     def __aiter__(self) -> _Indexed:
         return self
 
     async def __anext__(self) -> IndexedOutput:
-        return self.index, await self.outputs.__anext__()
+        if self._is_finished:
+            raise StopAsyncIteration
+        if self._error is not None:
+            raise self._error
+        output = await self._outputs.__anext__()
+        self._is_finished = output.finished
+        return self._index, output
+
+    @asynccontextmanager
+    async def in_time(self, timeout: RequestTimeout) -> AsyncIterator[None]:
+        """While the block lasts, leave the stream when the time is over.
+
+        Its reader has that deadline, too, but may be held up by its client then, and the engine is not to work on.
+        """
+        if timeout.deadline == math.inf:
+            yield
+            return
+
+        async def leave() -> None:
+            await trio.sleep_until(timeout.deadline)
+            self._error = timeout.error()
+            await self._block.aclose()
+
+        with unwrap_single():
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(leave)
+                try:
+                    yield
+                finally:
+                    nursery.cancel_scope.cancel(reason="the reader of the outputs has left")
 
 
 @dataclass(slots=True)
