@@ -12,6 +12,7 @@ from typing import Final
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.pooling import find_task_problem
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
@@ -147,6 +148,7 @@ class EngineCore:
                 # They are out before the first token is.
                 num_scored_tokens=len(request.prompt_token_ids) if request.output_token_ids else 1,
                 is_resumable=request.resumable,
+                pooling=request.pooling_params,
             )
         )
 
@@ -165,8 +167,10 @@ class EngineCore:
             return f"the engine already runs a request {request.request_id!r}"
         if not request.prompt_token_ids:
             return "the prompt has no tokens"
-        if len(token_ids) >= info.max_model_len:
+        if len(token_ids) >= info.max_model_len + (request.pooling_params is not None):
             return f"{len(token_ids)} tokens leave no room for an answer within {info.max_model_len}"
+        if problem := find_task_problem(request, info):
+            return problem
         if request.resumable and request.params.prompt_logprobs is not None:
             return "prompt_logprobs are not for sessions"
         if problem := self._find_problem_with(token_ids, request.params, request.bad_words_token_ids):

@@ -14,6 +14,7 @@ from trio_llm.wire.messages import LogprobRow, ModelConfig
 
 __all__ = [
     "Executor",
+    "PooledVector",
     "ProgressCallback",
     "RowError",
     "SampledToken",
@@ -31,7 +32,13 @@ class ScheduledChunk:
     start: int
     count: int
     samples: bool
-    """The chunk reaches the last known token: the next one is sampled from its last row."""
+    """The chunk reaches the last known token: the next one is sampled from its last row, or the sequence is pooled."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """The model's head runs over the last row. An embedding is made without it."""
+        pooling = self.sequence.pooling
+        return self.samples and (pooling is None or pooling.task == "classify")
 
     @property
     def scored(self) -> range:
@@ -64,6 +71,14 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledVector:
+    """What a pooling sequence is computed for."""
+
+    data: bytes
+    """float32, little-endian; every number is finite."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowError:
     """This row failed; the others of the step are fine."""
 
@@ -72,8 +87,8 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    sampled: tuple[SampledToken | RowError, ...]
-    """One a chunk with `samples`, in the plan's order."""
+    sampled: tuple[SampledToken | PooledVector | RowError, ...]
+    """One a chunk with `samples`, in the plan's order: never a token for a pooling sequence, nor a vector for others."""
     scored: tuple[list[LogprobRow], ...] = ()
     """One a chunk with `scored` positions, in the plan's order; one row a position."""
 

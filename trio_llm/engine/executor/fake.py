@@ -15,6 +15,7 @@ import msgspec
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.base import (
+    PooledVector,
     ProgressCallback,
     RowError,
     SampledToken,
@@ -22,6 +23,7 @@ from trio_llm.engine.executor.base import (
     StepPlan,
     StepResult,
 )
+from trio_llm.engine.executor.fake_vectors import fake_vector
 from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.version import __version__
@@ -95,7 +97,7 @@ class FakeExecutor:
             dtype="none",
             device="fake",
             eos_token_ids=fake.eos_token_ids,
-            tasks=("generate",),
+            tasks=("generate", "embed", "score") if fake.num_labels is None else ("embed", "classify"),
             versions={"trio_llm": __version__, "python": platform.python_version()},
         )
 
@@ -157,9 +159,16 @@ class FakeExecutor:
 
     # ---------------------------------------------------------------------------------------- tokens
 
-    def _sample(self, chunk: ScheduledChunk, run: _Run) -> SampledToken | RowError:
+    def _sample(self, chunk: ScheduledChunk, run: _Run) -> SampledToken | PooledVector | RowError:
         sequence = chunk.sequence
-        if fault := self._find_fault(sequence):
+        fault = self._find_fault(sequence)
+        if (pooling := sequence.pooling) is not None:
+            is_broken = isinstance(fault, SampledToken)  # there is no vector that is as wrong as token -1
+            if fault is not None:
+                return RowError("the fake device has computed no numbers") if is_broken else fault
+            size = self._fake.embedding_size if pooling.task == "embed" else self._fake.num_labels
+            return fake_vector(run.digest, pooling, size or 1)
+        if fault is not None:
             return fault
         index = chunk.start + chunk.count - sequence.num_prompt_tokens
         token_id = self._choose(sequence, run.prompt_digest, index)

@@ -14,6 +14,7 @@ import transformers
 
 from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.executor.base import (
+    PooledVector,
     ProgressCallback,
     RowError,
     SampledToken,
@@ -21,7 +22,8 @@ from trio_llm.engine.executor.base import (
     StepPlan,
     StepResult,
 )
-from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates, load_causal_lm
+from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates
+from trio_llm.engine.models.classifier import SequenceClassifier, load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.ops.attention import BLOCK_SIZE
 from trio_llm.engine.sampling.logprobs import logprob_rows
@@ -30,10 +32,12 @@ from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.worker.batch import build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
 from trio_llm.engine.worker.machine import usable_cpus
+from trio_llm.engine.worker.pooler import Pooler
 from trio_llm.errors import EngineStartupError
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.version import __version__
-from trio_llm.wire.messages import LogprobRow, ModelConfig
+from trio_llm.wire.messages import NO_SAMPLING, LogprobRow, ModelConfig
 
 __all__ = ["TorchExecutor", "load_torch"]
 
@@ -48,6 +52,7 @@ class TorchExecutor:
 
     def __init__(self, model: CausalLM, cache: CachePlan, *, model_dir: str) -> None:
         self._model = model
+        self._pooler = Pooler(model.probabilities if isinstance(model, SequenceClassifier) else None)
         self._num_blocks = cache.num_blocks
         self._kv = allocate_kv_cache(cache.num_blocks, model.kv_shape, model.device)
         self._info = ModelConfig(
@@ -59,7 +64,7 @@ class TorchExecutor:
             dtype=str(model.kv_shape.dtype).removeprefix("torch."),
             device=str(model.device),
             eos_token_ids=model.eos_token_ids,
-            tasks=("generate",),
+            tasks=model.tasks,
             sampling_defaults=model.sampling_defaults,
             versions={
                 "trio_llm": __version__,
@@ -76,7 +81,7 @@ class TorchExecutor:
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens; sample and score where asked.
+        """Compute the plan's tokens; sample, pool and score where asked.
 
         A row without a finite score, or without any token left to choose, is a `RowError`.
 
@@ -88,13 +93,21 @@ class TorchExecutor:
         batch = build_batch(plan, self._model.device)
         inputs = batch.token_ids, batch.positions, batch.logits_rows
         scored: tuple[list[LogprobRow], ...] = ()
-        if any(chunk.sequence.params.prompt_logprobs is not None and chunk.scored for chunk in plan.chunks):
+        hidden = None
+        scores = any(chunk.sequence.params.prompt_logprobs is not None and chunk.scored for chunk in plan.chunks)
+        if scores or self._pooler.needs_hidden(plan):
             logits, hidden = self._model.forward_and_keep(*inputs, kv=self._kv, attention=batch.attention)
-            scored = self._score(plan, hidden)
+            scored = self._score(plan, hidden) if scores else ()
         else:
             logits = self._model.forward(*inputs, kv=self._kv, attention=batch.attention)
-        rows = [sampling_row(chunk.sequence, self._info.eos_token_ids) for chunk in plan.chunks if chunk.samples]
-        results: list[SampledToken | RowError] = sample(logits, rows) if rows else []
+        ends = [chunk.sequence for chunk in plan.chunks if chunk.samples]
+        rows = [sampling_row(sequence, self._info.eos_token_ids) for sequence in ends if sequence.pooling is None]
+        # A model samples or classifies: all rows of logits are for one of the two.
+        tokens = iter(sample(logits, rows) if rows else [])
+        vectors = iter(self._pooler.pool(plan, None if hidden is None else hidden.tokens, logits))
+        results: list[SampledToken | PooledVector | RowError] = [
+            next(tokens) if sequence.pooling is None else next(vectors) for sequence in ends
+        ]
         return StepResult(tuple(results), scored)
 
     def _score(self, plan: StepPlan, hidden: HiddenStates) -> tuple[list[LogprobRow], ...]:
@@ -126,8 +139,9 @@ class TorchExecutor:
             request_id="warm-up",
             token_ids=[0] * _WARM_UP_TOKENS,
             num_prompt_tokens=_WARM_UP_TOKENS,
-            params=SamplingParams(seed=0),
+            params=SamplingParams(seed=0) if "generate" in self._info.tasks else NO_SAMPLING,
             block_ids=[self._num_blocks],
+            pooling=None if "generate" in self._info.tasks else PoolingParams(task="classify"),
         )
         prompt = _WARM_UP_TOKENS - 1
         self.execute(StepPlan((ScheduledChunk(sequence, 0, prompt, samples=False),)))
@@ -148,7 +162,7 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
     if device.type == "cpu":
         # torch counts the machine's processors, a container may own only some of them: too many threads crawl.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
-    model = load_causal_lm(model_dir, dtype=config.dtype, device=device)
+    model = load_model(model_dir, dtype=config.dtype, device=device)
     progress("load", 1, _LOAD_STAGES)
     cache = plan_kv_cache(
         config,

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trio_llm.engine.executor.base import RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
+from trio_llm.engine.executor.base import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
 from trio_llm.engine.scheduling.blocks import BlockPool
 from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.pooling import pooled_row
 from trio_llm.engine.scheduling.rows import final_row, take_scores
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
 from trio_llm.engine.scheduling.sessions import KeptBlocks, extend
@@ -82,7 +83,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the waiting line. Tokens beyond its prompt count as generated before."""
         assert sequence.request_id not in self._sequences, f"{sequence.request_id} is here already"
-        assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids) < self._limits.max_model_len
+        assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids) < self._limits.longest(sequence.pooling)
         assert sequence.params.max_tokens is not None, f"{sequence.request_id}: max_tokens is not filled in"
         assert sequence.num_output_tokens < sequence.params.max_tokens
         assert sequence.state is SequenceState.WAITING
@@ -262,7 +263,7 @@ class Scheduler:
         """Take in what the plan in flight gave: new tokens, ended sequences.
 
         Returns:
-            A row for each sequence that got a token or an error, and before those, rows with what is new of prompts'
+            A row for each sequence that got a token, a vector or an error, and before those, rows with what is new of prompts'
             log-probabilities; none for sequences aborted meanwhile.
         """
         assert plan is self._in_flight, "this plan is not in flight"
@@ -279,6 +280,9 @@ class Scheduler:
             chunk.sequence.num_computed_tokens += chunk.count
             if isinstance(outcome, SampledToken):
                 rows.append(self._append(chunk.sequence, outcome))
+            elif isinstance(outcome, PooledVector):
+                self._finish(chunk.sequence, "stop")
+                rows.append(pooled_row(chunk.sequence, outcome))
             elif isinstance(outcome, RowError):
                 self._finish(chunk.sequence, "error")
                 rows.append(final_row(chunk.sequence, error=outcome.message))
@@ -345,7 +349,7 @@ class Scheduler:
         assert len(self._waiting) + len(self._running) + len(idle) == len(self._sequences), "a sequence is lost"
         for sequence in (*self._waiting, *self._running):
             assert self._sequences[sequence.request_id] is sequence
-            assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.max_model_len
+            assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.longest(sequence.pooling)
         for sequence in self._waiting:
             assert sequence.state is SequenceState.WAITING
         self._kept.check([*self._waiting, *idle], limits.block_size)

@@ -13,6 +13,7 @@ from operator import attrgetter
 from typing import Final
 
 from trio_llm.outputs import FinishReason
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 
 __all__ = ["TRANSITIONS", "Sequence", "SequenceQueue", "SequenceState"]
@@ -38,7 +39,7 @@ TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
 }
 
 
-@dataclass(slots=True, eq=False, kw_only=True)
+@dataclass(slots=True, eq=False, kw_only=True, weakref_slot=True)
 class Sequence:
     """One request in the engine.
 
@@ -74,6 +75,8 @@ class Sequence:
     """A session: it rests at the end of an answer, and goes on with the next input."""
     num_earlier_tokens: int = 0
     """Generated in answers to earlier inputs of a session."""
+    pooling: PoolingParams | None = None
+    """Set: nothing is sampled. The sequence is over, with one vector, when its last token is computed."""
 
     @property
     def order(self) -> tuple[int, int]:
