@@ -1,4 +1,4 @@
-"""What a stream yields: RequestOutput, CompletionOutput and their log-probabilities. PoolingOutput: what `encode` gives.
+"""What a stream yields: RequestOutput, CompletionOutput and their log-probabilities. PoolingOutput: a vector.
 
 Pure. Made by the output processor, read by routes and library callers. `gc=False`: they hold plain data and no cycles,
 and at thousands a second the garbage collector would take a tenth of the front end's time to find that out.

@@ -29,6 +29,7 @@ from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.input_processor import InputProcessor, check_priority, make_internal_id
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
+from trio_llm.frontend.pooled import result_of
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.request_stream import GenerateStream
 from trio_llm.frontend.sessions import Session, StreamingInput, check_session_params
@@ -37,6 +38,8 @@ from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.frontend.utility_calls import UtilityCalls
+from trio_llm.outputs import PoolingOutput
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import ModelConfig, Progress, Ready
 
@@ -141,14 +144,30 @@ class AsyncLLM(EngineClient):
             admit = partial(self._admit, prompt, params, external_id, priority)
         return GenerateStream(external_id, admit, self._handler.leave, self._handler.resubmit)
 
+    async def encode(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> PoolingOutput:
+        external_id = request_id if request_id is not None else uuid.uuid4().hex
+        admit = partial(self._admit, prompt, params or PoolingParams(), external_id, priority)
+        async with GenerateStream(external_id, admit, self._handler.leave, self._handler.resubmit) as stream:
+            output = await anext(stream)
+        return result_of(output, is_draining=self._is_draining)
+
     async def _admit(
-        self, prompt: str | list[int], params: SamplingParams, external_id: str, priority: int
+        self, prompt: str | list[int], params: SamplingParams | PoolingParams, external_id: str, priority: int
     ) -> LiveRequest:
         arrived_s = trio.current_time()
         _check_request_id(external_id)
         self.check_admission()
         token_ids = await self.renderer.render_prompt(prompt)
-        bad_words = await self.renderer.render_bad_words(params.bad_words) if params.bad_words else []
+        bad_words: list[list[int]] = []
+        if isinstance(params, SamplingParams) and params.bad_words:
+            bad_words = await self.renderer.render_bad_words(params.bad_words)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
         # registered and queued for sending, or nothing of it is left.

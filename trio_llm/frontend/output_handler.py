@@ -307,6 +307,8 @@ class OutputHandler:
             if request.clock.first_token_s is None:
                 self._ledger.has_first_token(row.state)
             self._recorder.tokens(row.state, request.clock, row.num_new_tokens, now_s)
+        if row.is_pooled:
+            self._recorder.vector(row.state)
         unread_bytes = request.collector.put(row.output) if row.output is not None else 0
         if row.is_dropped:
             request.collector.must_resubmit = True

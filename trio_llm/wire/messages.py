@@ -60,7 +60,7 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     """Internal id: unique for ever."""
     prompt_token_ids: list[int]
     params: SamplingParams
-    """With `seed` and `max_tokens` filled in. With `pooling_params` nothing is sampled: then these are `NO_SAMPLING`."""
+    """With `seed` and `max_tokens` filled in; `NO_SAMPLING` beside `pooling_params`."""
     priority: int = 0
     """Lower is earlier."""
     deadline_s: float | None = None

@@ -15,9 +15,9 @@ from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, parse_c
 from trio_llm.frontend.http.openai.completions import (
     CompletionRequest,
     completion_params,
-    completion_prompts,
     parse_completion_request,
 )
+from trio_llm.frontend.http.openai.prompts import parse_prompts
 from trio_llm.frontend.rendering.messages import plain_messages
 
 FIELDS = sorted(
@@ -50,7 +50,7 @@ def read(body: bytes) -> None:
     plain_messages(chat.messages)
     completion = parse_completion_request(fields)
     completion_params(completion, {}, room=100)
-    completion_prompts(completion.prompt, max_model_len=100)
+    parse_prompts(completion.prompt, name="prompt", most=1024, max_model_len=100)
 
 
 def check(body: bytes) -> None:

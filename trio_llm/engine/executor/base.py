@@ -88,7 +88,7 @@ class RowError:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     sampled: tuple[SampledToken | PooledVector | RowError, ...]
-    """One a chunk with `samples`, in the plan's order: never a token for a pooling sequence, nor a vector for others."""
+    """One a chunk with `samples`, in the plan's order; vectors are for pooling sequences, tokens for all others."""
     scored: tuple[list[LogprobRow], ...] = ()
     """One a chunk with `scored` positions, in the plan's order; one row a position."""
 

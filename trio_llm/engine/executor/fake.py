@@ -163,9 +163,8 @@ class FakeExecutor:
         sequence = chunk.sequence
         fault = self._find_fault(sequence)
         if (pooling := sequence.pooling) is not None:
-            is_broken = isinstance(fault, SampledToken)  # there is no vector that is as wrong as token -1
-            if fault is not None:
-                return RowError("the fake device has computed no numbers") if is_broken else fault
+            if fault is not None:  # there is no vector that is as wrong as token -1
+                return fault if isinstance(fault, RowError) else RowError("the fake device has computed no numbers")
             size = self._fake.embedding_size if pooling.task == "embed" else self._fake.num_labels
             return fake_vector(run.digest, pooling, size or 1)
         if fault is not None:

@@ -230,9 +230,7 @@ _CAUSAL_LMS: Final = ModelKind(
 )
 
 
-def load_causal_lm(
-    model_dir: Path, *, dtype: DType, device: torch.device, kind: ModelKind = _CAUSAL_LMS
-) -> CausalLM:
+def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device, kind: ModelKind = _CAUSAL_LMS) -> CausalLM:
     """Read a model from a directory in Hugging Face form. Runs no code from it and reads no pickles.
 
     Args:

@@ -42,7 +42,7 @@ class SequenceClassifier(CausalLM):
         self._head = head
         super().__init__(model, model_dir=model_dir)
         self.num_labels: int = self.logits_width
-        embeddings: Any = self._model.get_input_embeddings()  # type: ignore[operator]
+        embeddings: Any = self._model.get_input_embeddings()
         self.logits_width = embeddings.weight.shape[0]  # what prompts are checked against
 
     @property

@@ -263,8 +263,8 @@ class Scheduler:
         """Take in what the plan in flight gave: new tokens, ended sequences.
 
         Returns:
-            A row for each sequence that got a token, a vector or an error, and before those, rows with what is new of prompts'
-            log-probabilities; none for sequences aborted meanwhile.
+            A row for each sequence that got a token, a vector or an error, and before those, rows with what is new of
+            prompts' log-probabilities; none for sequences aborted meanwhile.
         """
         assert plan is self._in_flight, "this plan is not in flight"
         assert len(result.sampled) == sum(chunk.samples for chunk in plan.chunks), "not one result a row that samples"
