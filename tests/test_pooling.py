@@ -14,12 +14,17 @@ from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 
 
+NOT_TASKS: list[Any] = ["score", "", "Embed", None, 1, 10**5000, True, ["embed"], "\udc97"]
+NOT_KINDS: list[Any] = ["first", "", 1, True, ["mean"], "x" * 10_000]
+NOT_BOOLS: list[Any] = [1, 0, None, "true", []]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        *[({"task": value}, "task") for value in ("score", "", "Embed", None, 1, 10**5000, True, ["embed"], "\udc97")],
-        *[({"pooling": value}, "pooling") for value in ("first", "", 1, True, ["mean"], "x" * 10_000)],
-        *[({"normalize": value}, "normalize") for value in (1, 0, None, "true", [])],
+        *[({"task": value}, "task") for value in NOT_TASKS],
+        *[({"pooling": value}, "pooling") for value in NOT_KINDS],
+        *[({"normalize": value}, "normalize") for value in NOT_BOOLS],
         ({"task": "classify", "pooling": "mean"}, "pooling"),
         ({"task": "classify", "normalize": False}, "normalize"),
     ],

@@ -166,7 +166,8 @@ class FakeExecutor:
             if fault is not None:  # there is no vector that is as wrong as token -1
                 return fault if isinstance(fault, RowError) else RowError("the fake device has computed no numbers")
             size = self._fake.embedding_size if pooling.task == "embed" else self._fake.num_labels
-            return fake_vector(run.digest, pooling, size or 1)
+            assert size is not None, f"{sequence.request_id}: this fake has no classes"
+            return fake_vector(run.digest, pooling, size)
         if fault is not None:
             return fault
         index = chunk.start + chunk.count - sequence.num_prompt_tokens

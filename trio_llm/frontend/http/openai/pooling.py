@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 MAX_INPUTS: Final = 2048
-"""Vectors in one request."""
+"""Vectors in one request: of `input`, or of both texts to compare."""
 
 POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "dimensions": only(),
