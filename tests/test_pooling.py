@@ -13,7 +13,6 @@ from trio_llm.errors import InvalidRequestError
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 
-
 NOT_TASKS: list[Any] = ["score", "", "Embed", None, 1, 10**5000, True, ["embed"], "\udc97"]
 NOT_KINDS: list[Any] = ["first", "", 1, True, ["mean"], "x" * 10_000]
 NOT_BOOLS: list[Any] = [1, 0, None, "true", []]
