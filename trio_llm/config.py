@@ -89,6 +89,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """KV blocks, on whatever device; None: by memory."""
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache; None: 40 % of what is free, on a CPU 4 GiB at most."""
+    enable_prefix_caching: bool = True
+    """A prompt that begins as an earlier one did, by whole KV blocks, is not computed again there."""
+    run_ahead: int | None = None
+    """Steps that are launched before the one before them is read, 0 or 1; None: 1 on a GPU, which then never waits for
+    us, and 0 on a CPU, which has nothing to do meanwhile."""
     max_num_queued_reqs: int | None = None
     """Unfinished requests, running and waiting, beyond which new ones are refused; None: no limit."""
     max_num_queued_tokens: int | None = None
@@ -105,6 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
         _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
+        if self.run_ahead not in (None, 0, 1):
+            raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
         _check_positive("--max-num-queued-reqs", self.max_num_queued_reqs)
         _check_positive("--max-num-queued-tokens", self.max_num_queued_tokens)
         _check_positive("credit_steps", self.credit_steps)

@@ -89,10 +89,12 @@ class PromptTooLongError(InvalidRequestError):
     """The prompt, or prompt and answer together, do not fit the model's context."""
 
     def __init__(self, *, limit: int, num_prompt_tokens: int, max_tokens: int | None) -> None:
-        wanted = f" and max_tokens is {max_tokens}" if max_tokens is not None else ""
+        wanted, advice = "", ""
+        if max_tokens is not None:
+            wanted, advice = f" and max_tokens is {max_tokens}", " or lower max_tokens"
         super().__init__(
             f"this model's maximum context length is {limit} tokens, but the prompt has "
-            f"{num_prompt_tokens}{wanted}; shorten the prompt or lower max_tokens",
+            f"{num_prompt_tokens}{wanted}; shorten the prompt{advice}",
             "input_tokens" if max_tokens is None else "max_tokens",
         )
 

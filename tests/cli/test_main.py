@@ -108,7 +108,7 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
     line = (
         f"serve {tmp_path} --dtype float32 --device cpu --max-model-len 2k --max-num-seqs 8 "
         "--max-num-batched-tokens 1K --max-num-queued-reqs 1k --max-num-queued-tokens 1M "
-        "--num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M "
+        "--num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M --disable-prefix-caching --run-ahead 1 "
         "--host 0.0.0.0 --port 0 --allow-unauthenticated --served-model-name a --served-model-name b "
         "--drain-timeout 5 --keep-alive-on-engine-death --max-body-bytes 1M --body-timeout 7 "
         "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats"
@@ -127,6 +127,8 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         max_num_queued_tokens=1024**2,
         num_gpu_blocks_override=100,
         kv_cache_memory_bytes=512 * 1024**2,
+        enable_prefix_caching=False,
+        run_ahead=1,
     )
     server = ServerConfig(
         host="0.0.0.0",
@@ -163,6 +165,7 @@ def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) 
         ("serve --max-num-queued-reqs 0", 1, "--max-num-queued-reqs"),
         ("serve --max-num-queued-tokens 0", 1, "--max-num-queued-tokens"),
         ("serve --max-num-seqs 64 --max-num-batched-tokens 8", 1, "--max-num-batched-tokens"),
+        ("serve --run-ahead 2", 1, "--run-ahead must be 0 or 1, not 2"),
         ("serve --host 0.0.0.0", 1, "--allow-unauthenticated"),
         ("serve --drain-timeout -1", 1, "--drain-timeout"),
         ("serve --drain-timeout soon", 2, "--drain-timeout: 'soon' is not a number; write it like"),

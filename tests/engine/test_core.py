@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
+from trio_llm.engine.executor.base import StepPlan, StepResult
 from trio_llm.engine.executor.fake import load_fake
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
@@ -25,13 +26,14 @@ from trio_llm.wire.messages import (
 )
 
 
-def a_core(*, credit_steps: int = 1000, **fake: Any) -> EngineCore:
+def a_core(*, credit_steps: int = 1000, run_ahead: int | None = None, **fake: Any) -> EngineCore:
     config = EngineConfig(
         fake=FakeEngineConfig(model_dir="/m", **fake),
         num_gpu_blocks_override=16,
         max_num_seqs=4,
         max_num_batched_tokens=16,
         credit_steps=credit_steps,
+        run_ahead=run_ahead,
     )
     return EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=3)
 
@@ -71,6 +73,57 @@ def test_a_request_gets_its_rows_in_order_and_one_end() -> None:
 
     assert [row.start for row in rows] == [0, 1, 2]
     assert [row.finish_reason for row in rows] == [None, None, "length"]
+
+
+def test_running_ahead_launches_a_step_before_it_reads_the_one_before_and_changes_no_row() -> None:
+    requests = [a_request(f"r{i}", [i + 1] * 9, max_tokens=5 + i) for i in range(5)]
+    events: list[str] = []
+    ahead = a_core(run_ahead=1)
+    executor = ahead._executor
+    launch = executor.launch
+
+    class Noted:
+        def __init__(self, plan: StepPlan) -> None:
+            events.append("launch")
+            self.launched = launch(plan)
+
+        def wait(self) -> StepResult:
+            events.append("wait")
+            return self.launched.wait()
+
+    executor.launch = Noted  # type: ignore[method-assign]
+
+    def by_request(rows: list[EngineCoreOutput]) -> dict[str, list[tuple[int, list[int]]]]:
+        found: dict[str, list[tuple[int, list[int]]]] = {}
+        for row in rows:
+            found.setdefault(row.request_id, []).append((row.start, row.new_token_ids))
+        return found
+
+    assert by_request(run(ahead, *requests)) == by_request(run(a_core(run_ahead=0), *requests))
+    assert events[:5] == ["launch", "launch", "wait", "launch", "wait"]
+    assert events.count("launch") == events.count("wait")
+
+
+def test_an_abort_while_two_steps_are_in_flight_frees_everything() -> None:
+    core = a_core(run_ahead=1)
+    core.handle(a_request(prompt=[1] * 40, max_tokens=50), 0.0)
+    for _ in range(6):
+        core.step(0.0)
+
+    rows = run(core, Abort(["r"]))
+
+    assert [row.finish_reason for row in rows] == ["abort"]
+    assert core.stats.num_free_blocks == core.stats.num_blocks
+
+
+def test_requests_with_another_salt_share_nothing() -> None:
+    core = a_core()
+    cached = []
+    for name, salt in (("a", "x"), ("b", "y"), ("c", "x")):
+        rows = run(core, a_request(name, [1] * 40, cache_salt=salt))
+        cached.append(rows[0].num_cached_tokens)
+
+    assert cached == [0, 0, 32]
 
 
 def test_messages_carry_the_epoch_and_a_count() -> None:

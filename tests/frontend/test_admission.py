@@ -123,6 +123,54 @@ def test_the_ledger_is_the_sum_of_what_is_in_it(events: list[tuple[str, int, int
         assert (ledger.num_requests, ledger.num_tokens) == (len(expected), sum(expected.values()))
 
 
+@settings(max_examples=200)
+@given(
+    st.lists(st.tuples(st.sampled_from(["add", "input", "token", "remove"]), st.integers(0, 5), st.integers(1, 100)))
+)
+def test_inputs_are_let_in_in_their_order_within_the_limit_and_all_of_them_in_the_end(
+    events: list[tuple[str, int, int]],
+) -> None:
+    limit = 100
+    ledger = AdmissionLedger(AdmissionLimits(max_num_queued_tokens=limit))
+    let_in: dict[int, int] = {}
+    waiting: dict[int, int] = {}
+
+    def enter(request: int) -> None:
+        assert request == next(iter(waiting)), "another one came before it"
+        size = waiting.pop(request)
+        assert sum(let_in.values()) == 0 or sum(let_in.values()) + size <= limit
+        let_in[request] = size
+
+    for what, request, size in events:
+        if what == "add":
+            if request in let_in or request in waiting:
+                continue
+            let_in[request] = size
+            ledger.add(request, size)
+        elif what == "input":
+            waiting.pop(request, None)
+            waiting[request] = size
+            let_in.pop(request, None)
+            ledger.queue_input(request, size, lambda request=request: enter(request))  # type: ignore[misc]
+        elif what == "token":
+            if request in let_in:
+                let_in[request] = 0
+            ledger.has_first_token(request)
+        else:
+            let_in.pop(request, None)
+            waiting.pop(request, None)
+            ledger.remove(request)
+        assert ledger.num_tokens == sum(let_in.values()) + sum(waiting.values())
+        assert ledger.num_requests == len(let_in) + len(waiting)
+        assert not waiting or sum(let_in.values()) > 0, "they wait for nothing"
+
+    while let_in or waiting:
+        request = next(iter(let_in))
+        del let_in[request]
+        ledger.remove(request)
+    assert ledger.num_tokens == ledger.num_requests == 0
+
+
 # --------------------------------------------------------------------------------------- the engine
 
 

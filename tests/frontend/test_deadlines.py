@@ -38,7 +38,7 @@ class Engine:
         self.fake = fake
         self.sent: list[ToEngine] = []
         self.computed: set[str] = set()
-        send, execute = fake.core.send_nowait, fake.core.core._executor.execute
+        send, launch = fake.core.send_nowait, fake.core.core._executor.launch
 
         def note_sent(message: ToEngine) -> None:
             self.sent.append(message)
@@ -46,10 +46,10 @@ class Engine:
 
         def note_computed(plan: Any) -> Any:
             self.computed |= {chunk.sequence.request_id.rpartition("-")[0] for chunk in plan.chunks}
-            return execute(plan)
+            return launch(plan)
 
         monkeypatch.setattr(fake.core, "send_nowait", note_sent)
-        monkeypatch.setattr(fake.core.core._executor, "execute", note_computed)
+        monkeypatch.setattr(fake.core.core._executor, "launch", note_computed)
 
     def deadlines_of(self, external_id: str) -> list[float | None]:
         return [

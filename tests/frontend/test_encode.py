@@ -243,13 +243,13 @@ async def test_vectors_count_in_admission_until_they_are_there() -> None:
 async def test_what_is_past_its_deadline_while_it_waits_is_never_computed(autojump_clock: MockClock) -> None:
     async with open_fake_llm(step_s=STEP_S, engine={"max_num_seqs": 1}) as fake, trio.open_nursery() as nursery:
         computed: set[str] = set()
-        execute = fake.llm._executor.execute
+        launch = fake.llm._executor.launch
 
         def note(plan: Any) -> Any:
             computed.update(chunk.sequence.request_id.rpartition("-")[0] for chunk in plan.chunks)
-            return execute(plan)
+            return launch(plan)
 
-        fake.llm._executor.execute = note  # type: ignore[method-assign]
+        fake.llm._executor.launch = note  # type: ignore[method-assign]
         nursery.start_soon(answer, fake.llm, 100)
         await wait_all_tasks_blocked()
         with trio.move_on_after(2) as scope:

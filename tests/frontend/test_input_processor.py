@@ -10,7 +10,7 @@ import pytest
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import ModelConfig
+from trio_llm.wire.messages import Continue, ModelConfig
 
 MODEL = ModelConfig(
     model_dir="/m",
@@ -45,6 +45,23 @@ def test_min_tokens_over_the_rest_of_the_context_is_refused() -> None:
         InputProcessor(MODEL).process([1] * 30, SamplingParams(min_tokens=71), request_id="r")
 
     assert refused.value.param == "min_tokens"
+
+
+def test_a_later_input_of_a_session_is_weighed_with_what_came_before_and_tells_only_what_is_new() -> None:
+    def process(token_ids: list[int], params: SamplingParams) -> Continue:
+        return InputProcessor(MODEL).process_input(
+            token_ids, params, request_id="r", num_earlier_tokens=30, bad_words_token_ids=[[3]]
+        )
+
+    message = process([1, 2], SamplingParams())
+    assert (message.token_ids, message.params.max_tokens, message.bad_words_token_ids) == ([1, 2], 68, [[3]])
+    assert message.params.seed is not None
+    with pytest.raises(PromptTooLongError, match="prompt has 32 and max_tokens is 69"):
+        process([1, 2], SamplingParams(max_tokens=69))
+    with pytest.raises(PromptTooLongError, match="prompt has 100;"):
+        process([1] * 70, SamplingParams())
+    with pytest.raises(InvalidRequestError, match="from 0 to 49"):
+        process([50], SamplingParams())
 
 
 def test_a_seed_that_is_given_is_kept_and_others_differ() -> None:

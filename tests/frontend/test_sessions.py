@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from trio_llm.errors import (
     EngineGenerateError,
     InvalidRequestError,
     PromptTooLongError,
+    QueuedTokensError,
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
@@ -23,7 +25,7 @@ from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.sessions import StreamingInput
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
-from trio_llm.wire.messages import EngineCoreRequest, ToEngine
+from trio_llm.wire.messages import Continue, EngineCoreRequest, ToEngine
 
 GREEDY = SamplingParams(temperature=0, max_tokens=5)
 INPUTS = [[10, 11, 12], [20], [30, 31]]
@@ -44,6 +46,13 @@ async def read(stream: RequestStream) -> list[list[RequestOutput]]:
         if output.outputs[0].finish_reason is not None and not output.finished:
             answers.append([])
     return answers
+
+
+async def read_one_answer(stream: RequestStream) -> list[RequestOutput]:
+    outputs = [await anext(stream)]
+    while outputs[-1].outputs[0].finish_reason is None:
+        outputs.append(await anext(stream))
+    return outputs
 
 
 def tokens(outputs: list[RequestOutput]) -> list[int]:
@@ -68,13 +77,13 @@ async def answers_alone(llm: AsyncLLM, inputs: list[list[int]], params: Sampling
 def count_computed(fake: FakeSetUp, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The tokens of each chunk that is computed from now on."""
     counts: list[int] = []
-    execute = fake.core.core._executor.execute
+    launch = fake.core.core._executor.launch
 
     def note(plan: Any) -> Any:
         counts.extend(chunk.count for chunk in plan.chunks)
-        return execute(plan)
+        return launch(plan)
 
-    monkeypatch.setattr(fake.core.core._executor, "execute", note)
+    monkeypatch.setattr(fake.core.core._executor, "launch", note)
     return counts
 
 
@@ -198,10 +207,7 @@ async def test_inputs_may_come_from_inside_the_block_and_take_their_time(autojum
                 await fake.llm.check_scheduler()
                 assert fake.llm.num_running == fake.llm.num_waiting == 0
                 await send.send(StreamingInput(token_ids))
-                outputs = [await anext(stream)]
-                while outputs[-1].outputs[0].finish_reason is None:
-                    outputs.append(await anext(stream))
-                answers.append(tokens(outputs))
+                answers.append(tokens(await read_one_answer(stream)))
             send.close()
             assert (await anext(stream)).finished
             with pytest.raises(StopAsyncIteration):
@@ -241,9 +247,7 @@ async def test_an_idle_session_that_loses_its_blocks_goes_on_with_the_same_token
 
         async with fake.llm.generate(receive, GREEDY) as stream:
             await send.send(StreamingInput([1] * 40))
-            first = [await anext(stream)]
-            while first[-1].outputs[0].finish_reason is None:
-                first.append(await anext(stream))
+            first = await read_one_answer(stream)
             assert fake.llm.num_free_blocks < 4
             assert len(await answer_alone(fake.llm, [3] * 100)) == 5
             assert fake.core.core.stats.num_preempted == 1
@@ -353,6 +357,125 @@ async def test_a_row_that_fails_ends_the_session() -> None:
                         fake.llm.fail_next_row()
 
         await fake.assert_nothing_is_left()
+
+
+@pytest.mark.parametrize("request_id", ["\ud800", ""])
+async def test_an_id_that_has_no_form_on_the_wire_is_refused_on_entering(request_id: str) -> None:
+    async with open_fake_llm() as fake:
+        with pytest.raises(InvalidRequestError) as caught:
+            async with fake.llm.generate(giving([1]), GREEDY, request_id=request_id) as stream:
+                await read(stream)
+        assert caught.value.param == "request_id"
+        await fake.assert_nothing_is_left()
+
+
+# -------------------------------------------------------------------------------------- no room left
+
+
+class Crowded:
+    """An engine whose one place is taken, with 90 of 100 prompt tokens in its line."""
+
+    def __init__(self, fake: FakeSetUp, stack: AsyncExitStack) -> None:
+        self.fake = fake
+        self.stack = stack
+        self.line = AsyncExitStack()
+        self.sent: list[ToEngine] = []
+
+    async def crowd(self) -> None:
+        self.fake.core.on_sent = self.sent.append
+        running = await self.stack.enter_async_context(self.fake.llm.generate([1], SamplingParams(max_tokens=4000)))
+        await anext(running)
+        await self.stack.enter_async_context(self.line)
+        await self.line.enter_async_context(self.fake.llm.generate([2] * 90, GREEDY))
+
+    async def make_room(self) -> None:
+        """The line is empty then, and the place is free."""
+        await self.stack.aclose()
+
+    @property
+    def inputs(self) -> list[list[int]]:
+        """That were sent."""
+        return [
+            message.token_ids if isinstance(message, Continue) else message.prompt_token_ids
+            for message in self.sent
+            if isinstance(message, Continue | EngineCoreRequest) and message.request_id.startswith("session-")
+        ]
+
+
+CROWDED: dict[str, Any] = {"max_num_queued_tokens": 100, "max_num_seqs": 1, "max_model_len": 5000, "num_blocks": 400}
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_an_input_waits_until_the_limit_of_prompt_tokens_has_room_for_it(
+    is_first: bool, autojump_clock: trio.abc.Clock
+) -> None:
+    async with open_fake_llm(**CROWDED, step_s=0.1) as fake, AsyncExitStack() as stack:
+        expected = await answers_alone(fake.llm, [[20] * 11] if is_first else [[10], [20] * 11])
+        send, receive = trio.open_memory_channel[StreamingInput](0)
+        crowded = Crowded(fake, stack)
+        async with fake.llm.generate(receive, GREEDY, request_id="session") as stream:
+            answers: list[list[int]] = []
+            if not is_first:
+                await send.send(StreamingInput([10]))
+                answers.append(tokens(await read_one_answer(stream)))
+            await crowded.crowd()
+            await send.send(StreamingInput([20] * 11))
+            send.close()
+            await trio.testing.wait_all_tasks_blocked()
+            assert crowded.inputs == []
+            with pytest.raises(QueuedTokensError, match="101 prompt tokens wait"):
+                await answer_alone(fake.llm, [1])
+
+            await crowded.make_room()
+            answer, _ = await read(stream)
+
+        assert [*answers, tokens(answer)] == expected
+        assert crowded.inputs == [[20] * 11]
+        await fake.assert_nothing_is_left()
+
+
+async def test_the_tokens_of_a_later_input_count_until_the_first_of_its_answer_has_come() -> None:
+    async with open_fake_llm() as fake:
+        send, receive = trio.open_memory_channel[StreamingInput](0)
+        async with fake.llm.generate(receive, GREEDY) as stream:
+            for token_ids in INPUTS:
+                fake.llm.stall()
+                await send.send(StreamingInput(token_ids))
+                await trio.testing.wait_all_tasks_blocked()
+                assert fake.llm._ledger.num_tokens == len(token_ids)
+                fake.llm.resume()
+                await anext(stream)
+                assert fake.llm._ledger.num_tokens == 0
+                await read_one_answer(stream)
+        await fake.assert_nothing_is_left()
+
+
+@asynccontextmanager
+async def crowded_line(llm: AsyncLLM) -> AsyncIterator[None]:
+    async with llm.generate([1], SamplingParams(max_tokens=4000)), llm.generate([2] * 90, GREEDY):
+        yield
+
+
+async def leave_while_an_input_waits(llm: AsyncLLM) -> None:
+    async with crowded_line(llm), llm.generate(giving([3] * 90), GREEDY) as stream:
+        with trio.move_on_after(1):
+            await anext(stream)
+
+
+async def read_what_has_waited(llm: AsyncLLM) -> None:
+    async with AsyncExitStack() as stack:
+        async with crowded_line(llm):
+            stream = await stack.enter_async_context(llm.generate(giving([3] * 90), GREEDY))
+            await trio.testing.wait_all_tasks_blocked()
+        await read(stream)
+
+
+@pytest.mark.parametrize("work", [leave_while_an_input_waits, read_what_has_waited])
+async def test_cancelling_the_wait_for_room_at_every_checkpoint_leaves_nothing_behind(
+    work: Callable[[AsyncLLM], Awaitable[None]], autojump_clock: trio.abc.Clock
+) -> None:
+    async with open_fake_llm(**CROWDED, step_s=0.1) as fake:
+        assert await cancel_at_every_checkpoint(lambda: work(fake.llm), fake.assert_nothing_is_left) >= 4
 
 
 # ---------------------------------------------------------------------------------------------- ends
@@ -483,19 +606,38 @@ async def test_leaving_the_block_of_open_llm_ends_the_feeding_and_the_reader() -
     await stream.__aexit__(None, None, None)
 
 
+async def clumsy() -> AsyncIterator[StreamingInput]:
+    """Inputs whose clean-up fails."""
+
+    async def fail_when_cancelled() -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise ValueError("clumsy")
+
+    yield StreamingInput([1])
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.sleep_forever)
+        nursery.start_soon(fail_when_cancelled)
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_inputs_that_fail_while_the_engine_is_closed_are_told_to_the_log_alone(
+    is_cancelled: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with trio.CancelScope() as scope:
+        async with open_fake_llm() as fake:
+            stream = await fake.llm.generate(clumsy(), GREEDY).__aenter__()
+            await read_one_answer(stream)
+            await trio.testing.wait_all_tasks_blocked()
+            if is_cancelled:
+                scope.cancel()
+    await stream.__aexit__(None, None, None)
+
+    assert "clumsy" in caplog.text
+
+
 async def test_inputs_that_fail_while_they_are_cancelled_harm_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
-    async def clumsy() -> AsyncIterator[StreamingInput]:
-        async def fail_when_cancelled() -> None:
-            try:
-                await trio.sleep_forever()
-            finally:
-                raise ValueError("clumsy")
-
-        yield StreamingInput([1])
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(trio.sleep_forever)
-            nursery.start_soon(fail_when_cancelled)
-
     async with open_fake_llm() as fake:
         async with fake.llm.generate(clumsy(), GREEDY) as stream:
             async for output in stream:
@@ -518,3 +660,62 @@ async def test_the_deadline_does_not_go_with_a_session() -> None:
                 await read(stream)
 
     assert [one.deadline_s for one in sent if isinstance(one, EngineCoreRequest)] == [None]
+
+
+# --------------------------------------------------------------------------------------------- drain
+
+
+@pytest.mark.parametrize("kind", [RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE])
+@pytest.mark.parametrize("num_inputs", [0, 2])
+async def test_a_drain_ends_a_session_that_waits_for_input_at_once(num_inputs: int, kind: RequestOutputKind) -> None:
+    inputs = Endless(*INPUTS[:num_inputs])
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(inputs, SamplingParams(max_tokens=3, output_kind=kind)) as stream:
+            for _ in range(num_inputs):
+                answer = tokens((await read_one_answer(stream))[-1:])
+            await trio.testing.wait_all_tasks_blocked()
+            fake.llm.drain()
+            fake.llm.drain()
+            with trio.fail_after(5):
+                await fake.llm.wait_idle()
+                await inputs.was_closed.wait()
+            [[last]] = await read(stream)
+
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+        if num_inputs and kind is RequestOutputKind.CUMULATIVE:
+            assert tokens([last]) == answer
+        assert fake.llm.statistics().num_finished["abort"] == 1
+        await fake.assert_nothing_is_left()
+
+
+async def test_a_drain_lets_an_answer_of_a_session_come_to_its_end_and_asks_for_no_input_more() -> None:
+    inputs = Endless([1], [2], [3])
+    async with open_fake_llm() as fake:
+        async with fake.llm.generate(inputs, GREEDY) as stream:
+            first = await anext(stream)
+            fake.llm.drain()
+            answer, [last] = await read(stream)
+
+        assert len(tokens([first, *answer])) == 5
+        assert answer[-1].outputs[0].finish_reason == "length"
+        assert (last.finished, last.outputs[0].finish_reason) == (True, "abort")
+        with trio.fail_after(5):
+            await inputs.was_closed.wait()
+        await fake.assert_nothing_is_left()
+
+
+async def drain_between_inputs(llm: AsyncLLM) -> None:
+    async with llm.generate(Endless([1]), GREEDY) as stream:
+        await read_one_answer(stream)
+        llm.drain()
+        await read(stream)
+
+
+async def test_cancelling_a_session_at_every_checkpoint_of_a_drain_leaves_nothing_behind() -> None:
+    async with open_fake_llm() as fake:
+
+        async def check() -> None:
+            await fake.assert_nothing_is_left()
+            fake.llm._is_draining = False
+
+        assert await cancel_at_every_checkpoint(lambda: drain_between_inputs(fake.llm), check) >= 3

@@ -104,6 +104,8 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     max_num_queued_tokens: options.MaxNumQueuedTokens = _ENGINE.max_num_queued_tokens,
     kv_cache_memory: options.KVCacheMemory = _ENGINE.kv_cache_memory_bytes,
     num_gpu_blocks_override: options.NumBlocks = _ENGINE.num_gpu_blocks_override,
+    disable_prefix_caching: options.DisablePrefixCaching = not _ENGINE.enable_prefix_caching,
+    run_ahead: options.RunAhead = _ENGINE.run_ahead,
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     allow_unauthenticated: options.AllowUnauthenticated = _SERVER.allow_unauthenticated,
@@ -127,6 +129,8 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
         max_num_queued_tokens=max_num_queued_tokens,
         num_gpu_blocks_override=num_gpu_blocks_override,
         kv_cache_memory_bytes=kv_cache_memory,
+        enable_prefix_caching=not disable_prefix_caching,
+        run_ahead=run_ahead,
     )
     server_config = ServerConfig(
         host=host,

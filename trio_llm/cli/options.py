@@ -136,6 +136,25 @@ NumBlocks = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+DisablePrefixCaching = Annotated[
+    bool,
+    typer.Option(
+        "--disable-prefix-caching",
+        help="Compute every prompt from its first token on.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+RunAhead = Annotated[
+    int | None,
+    typer.Option(
+        "--run-ahead",
+        parser=parse_count,
+        metavar="N",
+        help="Steps that are launched before the one before them is read: 0 or 1.",
+        show_default="1 on a GPU, 0 on a CPU",
+        rich_help_panel=_MEMORY,
+    ),
+]
 
 Host = Annotated[str, typer.Option("--host", metavar="ADDR", help="Address to listen on.", rich_help_panel=_SERVER)]
 Port = Annotated[

@@ -6,11 +6,13 @@ tests drive it directly.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from trio_llm.config import EngineConfig
-from trio_llm.engine.executor.base import Executor
+from trio_llm.engine.executor.base import Executor, LaunchedStep, StepPlan
+from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.pooling import find_task_problem
 from trio_llm.engine.scheduling.scheduler import Scheduler
@@ -23,6 +25,7 @@ from trio_llm.wire.messages import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    ModelConfig,
     PlainValue,
     Ready,
     SchedulerStats,
@@ -49,6 +52,9 @@ class EngineCore:
         self._executor = executor
         self._scheduler = Scheduler(SchedulerLimits.of(executor.info, config))
         self._epoch = epoch
+        self._run_ahead = _default_run_ahead(executor.info) if config.run_ahead is None else config.run_ahead
+        self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
+        """Launched and not retired, the oldest first."""
         self._credit_steps = config.credit_steps
         self._num_sent = 0
         self._num_acknowledged = 0
@@ -71,7 +77,8 @@ class EngineCore:
     @property
     def is_busy(self) -> bool:
         """`step()` has something to do now. False also when only an `Ack` can help."""
-        return self._has_rows or (self._scheduler.has_unfinished and self.has_credit)
+        has_work = self._scheduler.has_unfinished or bool(self._in_flight)
+        return self._has_rows or (has_work and self.has_credit)
 
     def handle(self, message: ToEngine, now_s: float) -> None:
         """Take one message in. Never raises: what a message gets wrong is that message's own error."""
@@ -88,7 +95,9 @@ class EngineCore:
                 self._utility_results.append(self._call(message))
 
     def step(self, now_s: float) -> EngineCoreOutputs | None:
-        """Compute one step and return all there is to send, or None if there is nothing.
+        """Retire one step and return all there is to send, or None if there is nothing.
+
+        If we run ahead, the step after it is launched before.
 
         Without credit no tokens are computed; confirmations and answers of utility calls still go out.
 
@@ -98,7 +107,10 @@ class EngineCore:
         if self.has_credit:
             self._rows.extend(self._scheduler.take_expired(now_s))
             if plan := self._scheduler.schedule():
-                self._rows.extend(self._scheduler.commit(plan, self._executor.execute(plan)))
+                self._in_flight.append((plan, self._executor.launch(plan)))
+            if self._in_flight and (plan is None or len(self._in_flight) > self._run_ahead):
+                oldest, launched = self._in_flight.popleft()
+                self._rows.extend(self._scheduler.commit(oldest, launched.wait()))
         if not self._has_rows:
             return None
         rows, self._rows = self._rows, []
@@ -148,6 +160,7 @@ class EngineCore:
                 # They are out before the first token is.
                 num_scored_tokens=len(request.prompt_token_ids) if request.output_token_ids else 1,
                 is_resumable=request.resumable,
+                cache_root=salted(cache_salt=request.cache_salt),
                 pooling=request.pooling_params,
             )
         )
@@ -217,3 +230,8 @@ class EngineCore:
             "num_free_blocks": stats.num_free_blocks,
             "num_blocks": stats.num_blocks,
         }
+
+
+def _default_run_ahead(info: ModelConfig) -> int:
+    """A device of its own computes while we plan; a CPU would only be read later."""
+    return 1 if info.device.startswith("cuda") else 0

@@ -70,6 +70,9 @@ class AdmissionLedger:
         self._prefills: dict[Hashable, int] = {}
         """Each unfinished request, and its prompt tokens until its first token has come; then 0."""
         self._num_tokens = 0
+        """The sum of these."""
+        self._inputs: dict[Hashable, tuple[int, Callable[[], None]]] = {}
+        """Inputs of sessions that are not let in yet, in their order: tokens, and who is to be told."""
 
     @property
     def num_requests(self) -> int:
@@ -77,8 +80,8 @@ class AdmissionLedger:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of requests that have no first token yet."""
-        return self._num_tokens
+        """Prompt tokens of requests that have no first token yet, inputs that wait to be let in among them."""
+        return self._num_tokens + sum(num_tokens for num_tokens, _ in self._inputs.values())
 
     def check(self, *, count: int = 1, num_prompt_tokens: int = 0) -> None:
         """Return if a request of `count` choices may be registered now. Arguments and errors: as `find_overload`.
@@ -90,7 +93,7 @@ class AdmissionLedger:
         overload = find_overload(
             self._limits,
             num_requests=self.num_requests,
-            num_tokens=self._num_tokens,
+            num_tokens=self.num_tokens,
             count=count,
             num_prompt_tokens=num_prompt_tokens,
         )
@@ -101,20 +104,48 @@ class AdmissionLedger:
     def add(self, request: Hashable, num_prompt_tokens: int) -> None:
         """One choice of a request was registered."""
         self.remove(request)
-        self._prefills[request] = num_prompt_tokens
-        self._num_tokens += num_prompt_tokens
+        self._count(request, num_prompt_tokens)
+
+    def queue_input(self, session: Hashable, num_tokens: int, let_in: Callable[[], None]) -> None:
+        """An input of an unfinished session wants into the engine. `let_in` is called when it may, now or later.
+
+        Its session was admitted: it is never refused. Its tokens count from now on, so that new requests are refused
+        rather than let pass it; inputs are let in in their order. The end of its session ends the wait.
+        """
+        self._num_tokens -= self._prefills.get(session, 0)
+        self._prefills[session] = 0
+        self._inputs.pop(session, None)
+        self._inputs[session] = (num_tokens, let_in)
+        self._let_in()
 
     def has_first_token(self, request: Hashable) -> None:
         """Its prompt is computed. Harmless if that was said before, or if the request is gone."""
-        if tokens := self._prefills.get(request):
-            self._prefills[request] = 0
-            self._num_tokens -= tokens
+        if self._prefills.get(request):
+            self._count(request, 0)
+            self._let_in()
 
     def remove(self, request: Hashable) -> None:
         """It is over. Harmless if it was not there."""
+        self._inputs.pop(request, None)
         self._num_tokens -= self._prefills.pop(request, 0)
+        self._let_in()
 
     def clear(self) -> None:
         """The engine is gone, and all requests with it."""
+        self._inputs.clear()
         self._prefills.clear()
         self._num_tokens = 0
+
+    def _count(self, request: Hashable, num_tokens: int) -> None:
+        self._num_tokens += num_tokens - self._prefills.get(request, 0)
+        self._prefills[request] = num_tokens
+
+    def _let_in(self) -> None:
+        limit = self._limits.max_num_queued_tokens
+        while self._inputs:
+            session, (num_tokens, let_in) = next(iter(self._inputs.items()))
+            if limit is not None and self._num_tokens > 0 and self._num_tokens + num_tokens > limit:
+                return
+            del self._inputs[session]
+            self._count(session, num_tokens)
+            let_in()

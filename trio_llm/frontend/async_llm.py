@@ -20,13 +20,12 @@ from trio_llm.errors import (
     EngineGenerateError,
     EngineStartupError,
     EngineUnavailableError,
-    InvalidRequestError,
 )
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.input_processor import InputProcessor, check_priority, make_internal_id
+from trio_llm.frontend.input_processor import InputProcessor, check_priority, check_request_id, make_internal_id
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.pooled import result_of
@@ -48,7 +47,6 @@ __all__ = ["AsyncLLM"]
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S: Final = 10.0
-_MAX_REQUEST_ID_CHARS: Final = 256
 
 
 class AsyncLLM(EngineClient):
@@ -95,6 +93,8 @@ class AsyncLLM(EngineClient):
         self._dead = trio.Event()
         self._nursery: trio.Nursery | None = None
         """Of `open_llm`, once its tasks run."""
+        self._sessions: set[Session] = set()
+        """Those whose inputs are being read."""
         self._idle_waiters = trio.lowlevel.ParkingLot()
         self._dead_error: EngineDeadError | None = None
         self._is_draining = False
@@ -162,7 +162,7 @@ class AsyncLLM(EngineClient):
         self, prompt: str | list[int], params: SamplingParams | PoolingParams, external_id: str, priority: int
     ) -> LiveRequest:
         arrived_s = trio.current_time()
-        _check_request_id(external_id)
+        check_request_id(external_id)
         self.check_admission()
         token_ids = await self.renderer.render_prompt(prompt)
         bad_words: list[list[int]] = []
@@ -185,7 +185,7 @@ class AsyncLLM(EngineClient):
     async def _admit_session(
         self, inputs: AsyncIterable[StreamingInput], params: SamplingParams, external_id: str, priority: int
     ) -> LiveRequest:
-        _check_request_id(external_id)
+        check_request_id(external_id)
         check_priority(priority)
         check_session_params(params)
         await trio.lowlevel.checkpoint()
@@ -200,8 +200,15 @@ class AsyncLLM(EngineClient):
             input_processor=self.input_processor,
             handler=self._handler,
         )
-        self._nursery.start_soon(session.run)
+        self._sessions.add(session)
+        self._nursery.start_soon(self._run_session, session)
         return session.request
+
+    async def _run_session(self, session: Session) -> None:
+        try:
+            await session.run()
+        finally:
+            self._sessions.remove(session)
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -278,6 +285,8 @@ class AsyncLLM(EngineClient):
 
     def drain(self) -> None:
         self._is_draining = True
+        for session in self._sessions:
+            session.drain()
 
     async def wait_idle(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -380,10 +389,3 @@ class AsyncLLM(EngineClient):
         progress = self._progress
         how_far = f", {progress.done} of {progress.total}" if progress.total else ""
         return EngineUnavailableError(f"the model is still loading (phase {progress.phase}{how_far})")
-
-
-def _check_request_id(external_id: str) -> None:
-    if not isinstance(external_id, str) or not 1 <= len(external_id) <= _MAX_REQUEST_ID_CHARS:
-        raise InvalidRequestError(
-            f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
-        )

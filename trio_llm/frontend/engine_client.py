@@ -98,7 +98,9 @@ class EngineClient(LibraryCalls):
         output with its finish reason and `finished=False`. After the last one an output with nothing new, the same
         finish reason and `finished=True` ends the stream; CUMULATIVE gives all of the newest answer. What is wrong
         with an input, and what the iterable itself raises, is raised by the stream. The deadline does not go with a
-        session. The iterable is read in a task of the engine's; an async generator is closed at the end.
+        session. The iterable is read in a task of the engine's; an async generator is closed at the end. An input for
+        which `max_num_queued_tokens` has no room waits for it, and is not refused. `drain()` ends a session by the
+        finish reason `abort`, after the answer that is under way, if there is one.
 
         Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
         which costs at most the step in flight.
@@ -154,7 +156,10 @@ class EngineClient(LibraryCalls):
 
     @abc.abstractmethod
     def drain(self) -> None:
-        """Refuse new requests from now on; running ones go on. Cannot be undone; calling it twice is harmless."""
+        """Refuse new requests, and inputs of sessions, from now on; what runs goes on to its end.
+
+        Cannot be undone; calling it twice is harmless. Sessions end as `generate` says.
+        """
 
     @abc.abstractmethod
     async def wait_idle(self) -> None:

@@ -15,18 +15,20 @@ import msgspec
 from trio_llm.errors import InvalidRequestError, NotSupportedError, PromptTooLongError
 from trio_llm.frontend.text.parallel_sampling import num_scorings
 from trio_llm.pooling import PoolingParams
-from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import NO_SAMPLING, EngineCoreRequest, ModelConfig
+from trio_llm.sampling import SamplingParams, is_valid_text
+from trio_llm.wire.messages import NO_SAMPLING, Continue, EngineCoreRequest, ModelConfig
 
 __all__ = [
     "MAX_PROMPT_LOGPROBS",
     "InputProcessor",
     "check_num_scores",
     "check_priority",
+    "check_request_id",
     "check_task",
     "make_internal_id",
 ]
 
+_MAX_REQUEST_ID_CHARS: Final = 256
 MAX_PROMPT_LOGPROBS: Final = 128 * 1024
 """Log-probabilities of one request's prompts: about 20 MB of objects while the answer is put together."""
 
@@ -52,6 +54,16 @@ def check_priority(priority: int) -> None:
     """Raise InvalidRequestError if it has no form on the wire."""
     if isinstance(priority, bool) or not isinstance(priority, int) or not -(2**63) <= priority < 2**63:
         raise InvalidRequestError("priority must be a 64-bit integer", "priority")
+
+
+def check_request_id(external_id: str) -> None:
+    """Raise InvalidRequestError if it is no id for a request."""
+    if not isinstance(external_id, str) or not 1 <= len(external_id) <= _MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(
+            f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
+        )
+    if not is_valid_text(external_id):
+        raise InvalidRequestError("request_id has a lone surrogate, which is not valid text", "request_id")
 
 
 def check_task(tasks: Collection[str], task: str) -> None:
@@ -100,32 +112,9 @@ class InputProcessor:
         if isinstance(params, PoolingParams):
             return self._process_pooling(prompt_token_ids, params, request_id, priority, deadline_s)
         check_task(self._model.tasks, "generate")
-        self._check_prompt(prompt_token_ids)
-        room = self._model.max_model_len - len(prompt_token_ids)
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise PromptTooLongError(
-                limit=self._model.max_model_len,
-                num_prompt_tokens=len(prompt_token_ids),
-                max_tokens=params.max_tokens,
-            )
-        if params.min_tokens > room:
-            raise InvalidRequestError(
-                f"min_tokens is {params.min_tokens}, but the context has room for {room} more tokens", "min_tokens"
-            )
         bad_words = bad_words_token_ids or []
-        self._check_ids("stop_token_ids", params.stop_token_ids)
-        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
-        self._check_ids("bad_words", chain.from_iterable(bad_words))
-        if params.prompt_logprobs is not None:
-            times = num_scorings(params)
-            check_num_scores("prompt_logprobs", len(prompt_token_ids) * times, params.prompt_logprobs)
+        filled = self._check(prompt_token_ids, params, bad_words, num_earlier_tokens=0)
         check_priority(priority)
-        filled = msgspec.structs.replace(
-            params,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            # Chosen here and not in the engine: the same request can be computed again elsewhere, with the same tokens.
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
-        )
         return EngineCoreRequest(
             request_id,
             prompt_token_ids,
@@ -144,7 +133,7 @@ class InputProcessor:
         deadline_s: float | None,
     ) -> EngineCoreRequest:
         check_task(self._model.tasks, params.task)
-        self._check_prompt(prompt_token_ids, room=0)
+        self._check_prompt(prompt_token_ids, 0, room=0)
         check_priority(priority)
         return EngineCoreRequest(
             request_id,
@@ -155,6 +144,58 @@ class InputProcessor:
             pooling_params=params,
         )
 
+    def process_input(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        *,
+        request_id: str,
+        num_earlier_tokens: int,
+        bad_words_token_ids: list[list[int]],
+    ) -> Continue:
+        """Make a session's next input. What was checked before is not looked at again.
+
+        Args:
+            num_earlier_tokens: of all inputs and answers before.
+
+        Raises:
+            InvalidRequestError: as `process`.
+        """
+        filled = self._check(token_ids, params, bad_words_token_ids, num_earlier_tokens=num_earlier_tokens)
+        return Continue(request_id, token_ids, filled, bad_words_token_ids)
+
+    def _check(
+        self,
+        token_ids: list[int],
+        params: SamplingParams,
+        bad_words: list[list[int]],
+        *,
+        num_earlier_tokens: int,
+    ) -> SamplingParams:
+        """The parameters with what was left open. Raises as `process`."""
+        self._check_prompt(token_ids, num_earlier_tokens)
+        num_tokens = num_earlier_tokens + len(token_ids)
+        room = self._model.max_model_len - num_tokens
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLongError(
+                limit=self._model.max_model_len, num_prompt_tokens=num_tokens, max_tokens=params.max_tokens
+            )
+        if params.min_tokens > room:
+            raise InvalidRequestError(
+                f"min_tokens is {params.min_tokens}, but the context has room for {room} more tokens", "min_tokens"
+            )
+        self._check_ids("stop_token_ids", params.stop_token_ids)
+        self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("bad_words", chain.from_iterable(bad_words))
+        if params.prompt_logprobs is not None:
+            check_num_scores("prompt_logprobs", num_tokens * num_scorings(params), params.prompt_logprobs)
+        return msgspec.structs.replace(
+            params,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            # Chosen here and not in the engine: the same request can be computed again elsewhere, with the same tokens.
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+        )
+
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:
         for token_id in token_ids:
             if token_id >= self._model.logits_width:
@@ -163,15 +204,16 @@ class InputProcessor:
                     name,
                 )
 
-    def _check_prompt(self, token_ids: Any, *, room: int = 1) -> None:
+    def _check_prompt(self, token_ids: Any, num_earlier_tokens: int, *, room: int = 1) -> None:
         """
         Args:
             room: tokens that the prompt must leave for an answer.
         """
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
-        if len(token_ids) > self._model.max_model_len - room:
-            raise PromptTooLongError(limit=self._model.max_model_len, num_prompt_tokens=len(token_ids), max_tokens=None)
+        num_tokens = num_earlier_tokens + len(token_ids)
+        if num_tokens > self._model.max_model_len - room:
+            raise PromptTooLongError(limit=self._model.max_model_len, num_prompt_tokens=num_tokens, max_tokens=None)
         # type() and not isinstance(): True is an int, but no token id.
         if any(type(token_id) is not int for token_id in token_ids):
             raise InvalidRequestError("the prompt's token ids must be integers", "prompt")

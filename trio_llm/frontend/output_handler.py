@@ -52,6 +52,8 @@ class LiveRequest:
     state: RequestState
     collector: RequestOutputCollector
     clock: RequestClock
+    has_first_token: bool = False
+    """Of its answer; of a session: of the newest one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,36 +165,47 @@ class OutputHandler:
         self.register(live)
         return live
 
+    def queue_input(self, session: LiveRequest, num_tokens: int, let_in: Callable[[], None]) -> None:
+        """Ask for room for a session's next input. Synchronous; see `AdmissionLedger.queue_input`.
+
+        If the session is over, `let_in` is never called: its mailbox has ended the task that would wait for that.
+        """
+        if self._is_unfinished(session.state):
+            self._ledger.queue_input(session.state, num_tokens, let_in)
+
     def send_input(
         self,
         session: LiveRequest,
-        request: EngineCoreRequest,
         message: EngineCoreRequest | Continue,
         *,
+        token_ids: list[int],
         num_input_tokens: int,
     ) -> None:
-        """Send a session's next input. Synchronous; does nothing if the session is over.
+        """Send a session's next input, for which there is room. Synchronous; does nothing if the session is over.
 
         Args:
-            request: with all tokens before the answer.
             message: what tells the engine of it.
+            token_ids: of all inputs and answers, this one included; may grow afterwards.
             num_input_tokens: of all inputs so far, this one included.
 
         Raises:
             InvalidRequestError: it has no form on the wire.
         """
         state = session.state
-        if self.processor is None or state.is_tombstone or state not in self._requests:
+        if self.processor is None or not self._is_unfinished(state):
             return
         try:
             self._core.send_nowait(message)
         except CodecError as error:
             raise InvalidRequestError(f"the input cannot be sent to the engine: {error}") from error
-        if session.clock.first_token_s is None:
-            self._ledger.add(state, num_input_tokens)
-        else:
+        session.has_first_token = False
+        if session.clock.first_token_s is not None:
             self._recorder.more_prompt_tokens(num_input_tokens - state.num_prompt_tokens)
-        self.processor.begin_answer(state, request, num_input_tokens=num_input_tokens)
+        self.processor.begin_answer(state, token_ids, message.params, num_input_tokens=num_input_tokens)
+
+    def _is_unfinished(self, state: RequestState) -> bool:
+        """For its reader."""
+        return state in self._requests and not state.is_tombstone
 
     def end_session(self, session: LiveRequest, reason: FinishReason) -> RequestOutput | None:
         """No input follows: the engine forgets the session. Synchronous.
@@ -304,7 +317,8 @@ class OutputHandler:
     def _deliver(self, row: ProcessedRow, aborted: list[str], now_s: float) -> None:
         request = self._requests[row.state]
         if row.num_new_tokens:
-            if request.clock.first_token_s is None:
+            if not request.has_first_token:
+                request.has_first_token = True
                 self._ledger.has_first_token(row.state)
             self._recorder.tokens(row.state, request.clock, row.num_new_tokens, now_s)
         if row.is_pooled:

@@ -17,7 +17,7 @@ from trio_llm.frontend.text.logprobs import make_token_logprobs
 from trio_llm.frontend.text.parallel_sampling import Family
 from trio_llm.frontend.text.stop import StopScanner
 from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
-from trio_llm.sampling import RequestOutputKind
+from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import EngineCoreOutput, EngineCoreRequest, LogprobRow
 
 __all__ = ["OutputGap", "OutputProcessor", "ProcessedRow", "RequestState"]
@@ -123,16 +123,19 @@ class OutputProcessor:
             spaces_between_special_tokens=request.params.spaces_between_special_tokens,
         )
 
-    def begin_answer(self, state: RequestState, request: EngineCoreRequest, *, num_input_tokens: int) -> None:
+    def begin_answer(
+        self, state: RequestState, token_ids: list[int], params: SamplingParams, *, num_input_tokens: int
+    ) -> None:
         """A session gets an input.
 
         Args:
-            request: with all tokens before the answer, and its parameters.
+            token_ids: all before the answer; kept as it is, and may grow.
+            params: for the answer.
             num_input_tokens: of all inputs so far.
         """
-        state.request = request
-        state.detokenizer = self._make_detokenizer(request)
-        state.wants_logprobs = request.params.logprobs is not None
+        state.request = msgspec.structs.replace(state.request, prompt_token_ids=token_ids, params=params)
+        state.detokenizer = self._make_detokenizer(state.request)
+        state.wants_logprobs = params.logprobs is not None
         state.num_prompt_tokens = num_input_tokens
         state.text.clear()
         state.token_ids.clear()

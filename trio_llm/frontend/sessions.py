@@ -147,6 +147,9 @@ class Session:
         self._token_ids: list[int] = []
         """Of all inputs and answers, in order."""
         self._num_input_tokens = 0
+        self._is_idle = True
+        """No answer is under way."""
+        self._is_draining = False
         self.request: LiveRequest = handler.open_session(
             EngineCoreRequest(self._internal_id, [], params, priority=priority),
             external_id,
@@ -155,32 +158,49 @@ class Session:
         )
 
     async def run(self) -> None:
-        """Feed the engine until the inputs or the session end. Errors go to the reader.
+        """Feed the engine until the inputs or the session end. Errors go to the reader, or to the log if it has left.
 
         Cancellation: safe; the request stays as it is, for its reader to leave.
         """
-        error: Exception | None = None
         try:
             with self._scope:
                 await self._feed()
-        except Exception as caught:  # the caller's: whatever it is, it is the reader's, as itself
-            error = caught
-        if error is not None or not self._scope.cancelled_caught:
-            self._end(error)
+        except Exception as error:  # the caller's: whatever it is, it is the reader's, as itself
+            self._fail(error)
+        except BaseExceptionGroup as group:  # cancelled from outside, and the caller's clean-up has failed besides
+            failed, others = group.split(Exception)
+            if failed is not None:
+                self._fail(failed)
+            assert others is not None
+            raise others from None
+        else:
+            if not self._scope.cancelled_caught:
+                self._finish()
+
+    def drain(self) -> None:
+        """Take no further input: the session ends by `abort`, after the answer that is under way. Synchronous."""
+        self._is_draining = True
+        if self._is_idle:
+            self._end("abort")
 
     async def _feed(self) -> None:
         iterator = aiter(self._inputs)
         try:
             async for one in iterator:
+                self._is_idle = False
                 await self._take(one)
                 await self._collector.answer_taken.wait()
                 self._token_ids += self._collector.token_ids
+                self._is_idle = True
+                if self._is_draining:
+                    self._end("abort")
+                    return
         finally:
             if isinstance(iterator, AsyncGenerator):
                 await iterator.aclose()
 
     async def _take(self, one: StreamingInput) -> None:
-        """Check one input and send it."""
+        """Check one input and send it, when there is room for it."""
         if not isinstance(one, StreamingInput):
             raise InvalidRequestError(f"the inputs must be StreamingInput, not {type(one).__name__}", "prompt")
         params = self._params if one.params is None else one.params
@@ -190,38 +210,57 @@ class Session:
         is_first = not self._token_ids
         token_ids = await self._renderer.render_prompt(one.prompt, add_special_tokens=is_first)
         bad_words = await self._renderer.render_bad_words(params.bad_words) if params.bad_words else []
-        # Whoever has ended the session meanwhile has told the engine so: nothing must be sent after that.
-        await trio.lowlevel.checkpoint()
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("an input has no tokens", "prompt")
+        message = self._message(list(token_ids), params, bad_words)
+        has_room = trio.Event()
+        self._handler.queue_input(self.request, len(token_ids), has_room.set)
+        await has_room.wait()
+        # Whoever has ended the session meanwhile has told the engine so: nothing must be sent after that.
+        await trio.lowlevel.checkpoint()
+        self._token_ids += token_ids
+        self._num_input_tokens += len(token_ids)
+        self._collector.begin_answer()
+        self._handler.send_input(
+            self.request, message, token_ids=self._token_ids, num_input_tokens=self._num_input_tokens
+        )
+
+    def _message(
+        self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
+    ) -> EngineCoreRequest | Continue:
+        """What tells the engine of an input, which is checked. What came before is not looked at: it may be long."""
+        if self._token_ids:
+            return self._input_processor.process_input(
+                token_ids,
+                params,
+                request_id=self._internal_id,
+                num_earlier_tokens=len(self._token_ids),
+                bad_words_token_ids=bad_words,
+            )
         request = self._input_processor.process(
-            self._token_ids + token_ids,
+            token_ids,
             params,
             request_id=self._internal_id,
             priority=self._priority,
             bad_words_token_ids=bad_words,
         )
-        self._token_ids = request.prompt_token_ids
-        self._num_input_tokens += len(token_ids)
-        self._collector.begin_answer()
-        self._handler.send_input(
-            self.request,
-            request,
-            msgspec.structs.replace(request, resumable=True)
-            if is_first
-            else Continue(self._internal_id, token_ids, request.params, bad_words),
-            num_input_tokens=self._num_input_tokens,
-        )
+        return msgspec.structs.replace(request, resumable=True)
 
-    def _end(self, error: Exception | None) -> None:
-        if error is None and not self._token_ids:
-            error = InvalidRequestError("the iterable gave no input", "prompt")
-        reason = "error" if error is not None else self._collector.finish_reason
-        assert reason is not None
+    def _finish(self) -> None:
+        """The inputs have come to their end."""
+        if not self._token_ids:
+            self._fail(InvalidRequestError("the iterable gave no input", "prompt"))
+            return
+        assert self._collector.finish_reason is not None
+        self._end(self._collector.finish_reason)
+
+    def _end(self, reason: FinishReason) -> None:
         output = self._handler.end_session(self.request, reason)
-        if error is not None:
-            self._collector.put_error(error)
-            if output is None:
-                logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)
-        elif output is not None:
+        if output is not None:
             self._collector.put(output)
+
+    def _fail(self, error: Exception) -> None:
+        was_over = self._handler.end_session(self.request, "error") is None
+        self._collector.put_error(error)
+        if was_over:
+            logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)

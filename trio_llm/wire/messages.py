@@ -71,6 +71,8 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     """`params.bad_words` in tokens, each in one or several ways; none of these may come to stand in the answer."""
     resumable: bool = False
     """A session: after its answer it stays, and goes on with each `Continue`, until it is aborted."""
+    cache_salt: str | None = None
+    """Only requests with the same one share what is computed of their prompts."""
     pooling_params: PoolingParams | None = None
     """Set: the request is for a vector, and over when its prompt is computed."""
 
@@ -161,6 +163,10 @@ class SchedulerStats(_Message, frozen=True, gc=False):
     """Preemptions since the engine started."""
     num_prompt_tokens: int = 0
     """Prompt tokens computed in this step."""
+    num_cached_tokens: int = 0
+    """Prompt tokens that were found in the cache for sequences that began with this step."""
+    num_cached_blocks: int = 0
+    """Of the free blocks, those whose content can be found again."""
 
 
 class UtilityResult(_Message, frozen=True, gc=False):

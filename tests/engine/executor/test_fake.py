@@ -207,17 +207,51 @@ def test_a_sequence_whose_block_another_has_taken_is_refused() -> None:
     run(executor, chunk(robbed, 0, 6))
     run(executor, chunk(make_sequence([2], [0], request_id="thief"), 0, 1))
 
-    with pytest.raises(AssertionError, match="block lost"):
+    with pytest.raises(AssertionError, match="something else"):
         run(executor, chunk(robbed, 6, 1))
 
 
 def test_two_sequences_in_one_block_are_refused_in_the_same_step_too() -> None:
-    executor = make_executor()
-    one, two = make_sequence([1, 2, 3], [0]), make_sequence([1, 2], [0], request_id="b")
-    run(executor, chunk(one, 0, 1))
+    one, two = make_sequence([1, 2], [0]), make_sequence([1, 2, 3], [0], request_id="b")
 
     with pytest.raises(AssertionError, match="overwritten"):
-        run(executor, chunk(two, 0, 2), chunk(one, 1, 2))
+        run(make_executor(), chunk(one, 0, 2), chunk(two, 0, 3))
+
+
+def test_a_block_with_the_same_tokens_may_be_shared_in_the_step_that_fills_it() -> None:
+    executor = make_executor()
+    one, two = make_sequence([1, 2, 3, 4, 5], [0, 1]), make_sequence([1, 2, 3, 4, 6], [0, 2], request_id="b")
+
+    outcomes = run(executor, chunk(one, 0, 5), chunk(two, 4, 1))
+
+    assert outcomes[1] == sample(make_executor(), make_sequence([1, 2, 3, 4, 6], [3, 4]), 0, 5)
+
+
+def test_a_block_with_other_tokens_may_not_be_shared() -> None:
+    executor = make_executor()
+    run(executor, chunk(make_sequence([1, 2, 3, 4, 5], [0, 1]), 0, 5))
+
+    with pytest.raises(AssertionError, match="something else"):
+        run(executor, chunk(make_sequence([1, 2, 3, 5, 6], [0, 2], request_id="b"), 4, 1))
+
+
+def test_a_step_computes_a_token_that_the_step_before_has_sampled_and_nobody_was_told() -> None:
+    told = generate(make_executor(), make_sequence([5, 6], [0, 1]), 3)
+    executor, sequence = make_executor(), make_sequence([5, 6], [0, 1])
+
+    launched = [executor.launch(StepPlan((ScheduledChunk(sequence, 0, 2, samples=True),)))]
+    launched.append(executor.launch(StepPlan((ScheduledChunk(sequence, 2, 1, samples=True),))))
+
+    sampled = [outcome for step in launched for outcome in step.wait().sampled]
+    assert sampled == [SampledToken(token_id) for token_id in told[:2]]
+
+
+def test_a_step_that_is_too_far_ahead_is_refused() -> None:
+    executor, sequence = make_executor(), make_sequence([5, 6], [0, 1])
+    executor.launch(StepPlan((ScheduledChunk(sequence, 0, 2, samples=True),)))
+
+    with pytest.raises(AssertionError, match="ahead"):
+        executor.launch(StepPlan((ScheduledChunk(sequence, 3, 1, samples=True),)))
 
 
 def test_a_block_twice_in_a_table_is_refused() -> None:

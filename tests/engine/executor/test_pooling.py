@@ -169,6 +169,23 @@ def test_a_mean_that_is_preempted_half_way_begins_again_and_is_the_same(executor
     assert torch.allclose(numbers(rows["mean"]), expected, **CLOSE)
 
 
+def test_what_the_cache_has_is_not_computed_for_the_last_token_and_is_for_the_mean(executor: TorchExecutor) -> None:
+    prompt, tail = make_prompt(70), make_prompt(9)
+    scheduler = make_scheduler(executor)
+    ways: list[PoolingKind] = ["last", "mean"]
+    for way in ways:
+        params = PoolingParams(pooling=way)
+        expected = pooled(executor, [prompt, prompt[:64] + tail], params)
+        scheduler.add(pooling_sequence(f"{way} before", prompt, params))
+        run(executor, scheduler)
+        scheduler.add(pooling_sequence(f"{way} same", prompt, params))
+        scheduler.add(pooling_sequence(f"{way} other", prompt[:64] + tail, params))
+        rows = run(executor, scheduler)
+
+        assert torch.allclose(torch.stack([numbers(row) for row in rows.values()]), expected, **CLOSE)
+        assert [row.num_cached_tokens for row in rows.values()] == [64 if way == "last" else 0] * 2
+
+
 def test_a_prompt_that_fills_the_context_is_pooled(executor: TorchExecutor, llama_dir: Path) -> None:
     prompt = make_prompt(executor.info.max_model_len)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_config, save_model
 from trio_llm.config import EngineConfig
-from trio_llm.engine.executor.base import RowError, SampledToken, ScheduledChunk, StepPlan
+from trio_llm.engine.executor.base import LaunchedStep, PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
@@ -47,19 +48,28 @@ def make_scheduler(executor: TorchExecutor, *, budget: int = 512, num_blocks: in
             max_num_batched_tokens=budget,
             max_model_len=min(info.max_model_len, num_blocks * info.block_size),
             eos_token_ids=info.eos_token_ids,
+            logits_width=info.logits_width,
         )
     )
 
 
-def answers(executor: TorchExecutor, sequences: list[Sequence], scheduler: Scheduler | None = None) -> list[list[int]]:
+def answers(
+    executor: TorchExecutor, sequences: list[Sequence], scheduler: Scheduler | None = None, *, run_ahead: int = 0
+) -> list[list[int]]:
     """Run sequences to their end, together; what was generated for each."""
     scheduler = scheduler or make_scheduler(executor)
     for sequence in sequences:
         scheduler.add(sequence)
+    in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
     for _ in range(2000):
-        if (plan := scheduler.schedule()) is None:
+        if plan := scheduler.schedule():
+            in_flight.append((plan, executor.launch(plan)))
+        elif not in_flight:
             break
-        scheduler.commit(plan, executor.execute(plan))
+        if plan is None or len(in_flight) > run_ahead:
+            oldest, launched = in_flight.popleft()
+            scheduler.commit(oldest, launched.wait())
+            scheduler.check()
     assert not scheduler.has_unfinished
     return [sequence.token_ids[sequence.num_prompt_tokens :] for sequence in sequences]
 
@@ -158,6 +168,36 @@ def test_sampled_tokens_follow_from_the_seed_whatever_else_is_in_the_batch(
     assert other_seed != alone
 
 
+def test_running_ahead_changes_no_token(executor: TorchExecutor) -> None:
+    def fresh() -> list[Sequence]:
+        params = [GREEDY, *(SamplingParams(seed=seed, max_tokens=25 + seed) for seed in range(5))]
+        return [make_sequence(str(i), make_prompt(5 + 9 * i), one) for i, one in enumerate(params)]
+
+    waiting = answers(executor, fresh())
+    for num_blocks in (None, 7):
+        scheduler = make_scheduler(executor, budget=40, num_blocks=num_blocks)
+        assert answers(executor, fresh(), scheduler, run_ahead=1) == waiting
+
+
+@pytest.mark.parametrize("budget", [512, 9])
+def test_a_prompt_found_in_the_cache_gives_the_tokens_of_one_that_was_computed(
+    executor: TorchExecutor, budget: int
+) -> None:
+    params = [SamplingParams(seed=seed, temperature=0.8, max_tokens=20, ignore_eos=True) for seed in range(4)]
+    prompts = [make_prompt(75), make_prompt(75), [*make_prompt(75), 9], make_prompt(75)[:64]]
+    cold = [
+        answers(executor, [make_sequence("a", prompt, one)])[0] for prompt, one in zip(prompts, params, strict=True)
+    ]
+    sequences = [
+        make_sequence(str(i), prompt, one) for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+    ]
+
+    together = answers(executor, sequences, make_scheduler(executor, budget=budget))
+
+    assert together == cold
+    assert [sequence.num_cached_tokens for sequence in sequences] == [0, 64, 64, 32]
+
+
 def test_an_answer_goes_on_after_the_tokens_of_an_earlier_incarnation(executor: TorchExecutor) -> None:
     params = SamplingParams(seed=3, max_tokens=MAX_TOKENS, ignore_eos=True)
     prompt = make_prompt(20)
@@ -182,7 +222,7 @@ def test_no_end_token_comes_before_min_tokens_even_if_the_model_wants_it(
     assert stop not in tokens[:6]
 
 
-def run_once(executor: TorchExecutor, sequences: list[Sequence]) -> list[SampledToken | RowError]:
+def run_once(executor: TorchExecutor, sequences: list[Sequence]) -> list[SampledToken | PooledVector | RowError]:
     plan = StepPlan(tuple(ScheduledChunk(s, 0, len(s.token_ids), samples=True) for s in sequences))
     return list(executor.execute(plan).sampled)
 

@@ -71,7 +71,7 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken_and_log_probabilities_are_
     rows = torch.tensor([logits])
     params = SamplingParams(seed=0, temperature=0, allowed_token_ids=tuple(allowed), logprobs=0)
 
-    (result,) = sample(rows, [sampling_row(make_sequence([1], params=params), EOS)])
+    (result,) = sample(rows, [sampling_row(make_sequence([1], params=params), 1, EOS)])
 
     assert isinstance(result, SampledToken)
     assert result.token_id in allowed
@@ -82,9 +82,9 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken_and_log_probabilities_are_
 
 def test_a_drawn_token_is_an_allowed_one_and_the_other_rows_are_as_without_it() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(40, -1)
-    free = [sampling_row(make_sequence([1] * (i + 1), params=SamplingParams(seed=i)), ()) for i in range(40)]
+    free = [sampling_row(make_sequence([1] * (i + 1), params=SamplingParams(seed=i)), i + 1, ()) for i in range(40)]
     bound = [
-        sampling_row(make_sequence([1] * (i + 1), params=SamplingParams(seed=i, allowed_token_ids=(7, 9))), ())
+        sampling_row(make_sequence([1] * (i + 1), params=SamplingParams(seed=i, allowed_token_ids=(7, 9))), i + 1, ())
         for i in range(40)
     ]
 
@@ -100,7 +100,8 @@ def test_parameters_that_leave_no_token_are_the_error_of_their_row_alone() -> No
     hopeless = SamplingParams(seed=0, min_tokens=1, allowed_token_ids=EOS)
 
     first, second = sample(
-        logits, [sampling_row(make_sequence([1], params=params), EOS) for params in (hopeless, SamplingParams(seed=0))]
+        logits,
+        [sampling_row(make_sequence([1], params=params), 1, EOS) for params in (hopeless, SamplingParams(seed=0))],
     )
 
     assert isinstance(first, RowError)
@@ -111,7 +112,7 @@ def test_parameters_that_leave_no_token_are_the_error_of_their_row_alone() -> No
 def test_allowed_ids_that_the_model_does_not_have_are_ignored() -> None:
     params = SamplingParams(seed=0, allowed_token_ids=(3, WIDTH, 2**31 - 1))
 
-    (result,) = sample(torch.zeros(1, WIDTH), [sampling_row(make_sequence([1], params=params), EOS)])
+    (result,) = sample(torch.zeros(1, WIDTH), [sampling_row(make_sequence([1], params=params), 1, EOS)])
 
     assert isinstance(result, SampledToken)
     assert result.token_id == 3

@@ -174,12 +174,12 @@ def sequence(output: int, **params: Any) -> Sequence:
 def test_min_tokens_bans_every_end_token_until_enough_were_generated(
     output: int, ignore_eos: bool, banned: set[int]
 ) -> None:
-    made = sampling_row(sequence(output, min_tokens=3, stop_token_ids=(5,), ignore_eos=ignore_eos), (8, 9))
+    made = sampling_row(sequence(output, min_tokens=3, stop_token_ids=(5,), ignore_eos=ignore_eos), 9, (8, 9))
 
     assert made.banned == banned
 
 
 def test_the_row_of_a_sequence_has_its_seed_and_the_position_of_the_next_token() -> None:
-    made = sampling_row(sequence(2, seed=77), ())
+    made = sampling_row(sequence(2, seed=77), 6, ())
 
     assert (made.seed, made.position) == (77, 6)

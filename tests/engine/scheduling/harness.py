@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 
 from trio_llm.config import FakeEngineConfig
-from trio_llm.engine.executor.base import StepPlan, StepResult
+from trio_llm.engine.executor.base import LaunchedStep, StepPlan
 from trio_llm.engine.executor.fake import FakeExecutor
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
@@ -24,6 +24,7 @@ def make_limits(
     max_num_batched_tokens: int = 32,
     max_model_len: int = 64,
     eos_token_ids: tuple[int, ...] = (),
+    keeps_cache: bool = True,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=num_blocks,
@@ -32,6 +33,8 @@ def make_limits(
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
+        logits_width=LOGITS_WIDTH,
+        keeps_cache=keeps_cache,
     )
 
 
@@ -56,22 +59,32 @@ def make_sequence(
 
 
 class MiniEngine:
-    """Steps a scheduler and keeps the tokens and the last row of every request, as a front end would."""
+    """Steps a scheduler and keeps the tokens and the last row of every request, as a front end would.
 
-    def __init__(self, limits: SchedulerLimits | None = None, fake: FakeEngineConfig | None = None) -> None:
+    Args:
+        run_ahead: steps that are launched before the one before them is retired.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits | None = None, fake: FakeEngineConfig | None = None, *, run_ahead: int = 0
+    ) -> None:
         self.limits = limits or make_limits()
         fake = fake or FakeEngineConfig(logits_width=LOGITS_WIDTH, eos_token_ids=self.limits.eos_token_ids)
         self.scheduler = Scheduler(self.limits)
         self.executor = FakeExecutor(
             fake, num_blocks=self.limits.num_blocks, model_dir="nowhere", block_size=BLOCK_SIZE
         )
-        self.plan: StepPlan | None = None
-        """In flight."""
+        self.run_ahead = run_ahead
+        self.in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self.tokens: dict[str, list[int]] = {}
         """Of answers, those generated before included."""
         self.finals: dict[str, EngineCoreOutput] = {}
-        self.num_starts: Counter[str] = Counter()
-        """How often position 0 of a request was computed."""
+        self.num_computed: Counter[tuple[str, int]] = Counter()
+        """How often a position of a request was computed."""
+
+    def num_starts(self, request_id: str) -> int:
+        """How often a request was computed from its first token on."""
+        return self.num_computed[request_id, 0]
 
     def add(self, sequence: Sequence) -> Sequence:
         self.tokens[sequence.request_id] = sequence.token_ids[sequence.num_prompt_tokens :]
@@ -84,32 +97,38 @@ class MiniEngine:
         self.scheduler.check()
         return row
 
-    def begin_step(self) -> StepResult | None:
-        """Schedule and execute; `end_step` commits. None if there is nothing to do."""
-        self.plan = self.scheduler.schedule()
+    def begin_step(self) -> StepPlan | None:
+        """Schedule and launch; `end_step` commits. None if there is nothing to do before that."""
+        plan = self.scheduler.schedule()
         self.scheduler.check()
-        if self.plan is None:
+        if plan is None:
             return None
-        self.num_starts.update(chunk.sequence.request_id for chunk in self.plan.chunks if chunk.start == 0)
-        return self.executor.execute(self.plan)
+        for chunk in plan.chunks:
+            request_id = chunk.sequence.request_id
+            self.num_computed.update((request_id, chunk.start + i) for i in range(chunk.count))
+        self.in_flight.append((plan, self.executor.launch(plan)))
+        return plan
 
-    def end_step(self, result: StepResult) -> list[EngineCoreOutput]:
-        assert self.plan is not None
-        rows = self.scheduler.commit(self.plan, result)
-        self.plan = None
+    def end_step(self) -> list[EngineCoreOutput]:
+        """Commit the oldest step in flight."""
+        plan, launched = self.in_flight.popleft()
+        rows = self.scheduler.commit(plan, launched.wait())
         self.scheduler.check()
         self.take(rows)
         return rows
 
     def step(self) -> list[EngineCoreOutput]:
-        result = self.begin_step()
-        assert result is not None, "nothing to do"
-        return self.end_step(result)
+        """Launch a step and end one, as `EngineCore` does."""
+        plan = self.begin_step()
+        assert plan is not None or self.in_flight, "nothing to do"
+        if plan is None or len(self.in_flight) > self.run_ahead:
+            return self.end_step()
+        return []
 
     def run(self, *, max_steps: int) -> None:
         """Step until nothing is left, which must be so after `max_steps`."""
         for _ in range(max_steps):
-            if not self.scheduler.has_unfinished:
+            if not self.scheduler.has_unfinished and not self.in_flight:
                 return
             self.step()
         assert not self.scheduler.has_unfinished, f"unfinished after {max_steps} steps"

@@ -62,6 +62,17 @@ class MixedTraffic(Traffic):
     def answer(self, prompt: list[int], params: SamplingParams) -> list[int]:
         return [] if params is NO_SAMPLING else super().answer(prompt, params)
 
+    def check_that_nothing_is_computed_twice(self, sequence: Sequence) -> None:
+        if sequence.pooling is None:
+            super().check_that_nothing_is_computed_twice(sequence)
+            return
+        counts = [self.engine.num_computed[sequence.request_id, i] for i in range(len(sequence.token_ids))]
+        assert max(counts) <= 1 + sequence.num_preemptions
+        if sequence.request_id not in self.gone:
+            assert counts[-1] >= 1
+            # What a mean did not compute it could not add.
+            assert min(counts) >= 1 or (self.engine.limits.keeps_cache and not sequence.pooling.is_mean)
+
     def teardown(self) -> None:
         super().teardown()
         for sequence in self.sequences.values():
@@ -75,9 +86,9 @@ TestMixedTraffic = MixedTraffic.TestCase
 
 
 @settings(max_examples=40, deadline=None)
-@given(requests=st.lists(st.tuples(prompts, KINDS), min_size=1, max_size=6))
+@given(requests=st.lists(st.tuples(prompts, KINDS), min_size=1, max_size=6), run_ahead=st.integers(0, 1))
 def test_neither_cache_size_nor_chunks_nor_batch_change_a_vector(
-    requests: list[tuple[list[int], PoolingKind]],
+    requests: list[tuple[list[int], PoolingKind]], run_ahead: int
 ) -> None:
     expected = [vector_alone(prompt, kind) for prompt, kind in requests]
 
@@ -85,7 +96,7 @@ def test_neither_cache_size_nor_chunks_nor_batch_change_a_vector(
         make_limits(num_blocks=9, max_model_len=36, max_num_seqs=3, max_num_batched_tokens=3),
         make_limits(num_blocks=256, max_num_batched_tokens=1024),
     ):
-        engine = MiniEngine(limits)
+        engine = MiniEngine(limits, run_ahead=run_ahead)
         for i, (prompt, kind) in enumerate(requests):
             engine.add(make_pooling(str(i), prompt, kind))
         engine.run(max_steps=1000)
@@ -124,9 +135,52 @@ def test_a_pooling_sequence_may_fill_the_context_and_no_more() -> None:
 def test_a_vector_that_was_computed_while_its_request_was_aborted_is_dropped() -> None:
     engine = MiniEngine()
     engine.add(make_pooling("a", [1, 2]))
-    result = engine.begin_step()
-    assert result is not None
+    assert engine.begin_step() is not None
 
     assert engine.abort("a").finish_reason == "abort"
 
-    assert engine.end_step(result) == []
+    assert engine.end_step() == []
+
+
+PROMPT = [1, 2, 3, 0] * 5
+
+
+def num_computed(engine: MiniEngine, request_id: str) -> list[int]:
+    return [engine.num_computed[request_id, position] for position in range(len(PROMPT))]
+
+
+def test_the_last_token_is_pooled_without_computing_what_the_cache_has() -> None:
+    engine = MiniEngine()
+    engine.add(make_sequence("answer", PROMPT, max_tokens=2))
+    engine.run(max_steps=5)
+    engine.add(make_pooling("a", PROMPT))
+    engine.run(max_steps=5)
+
+    assert vector_of(engine, "a") == vector_alone(PROMPT, "last")
+    assert engine.finals["a"].num_cached_tokens == 16
+    assert num_computed(engine, "a") == [0] * 16 + [1] * 4
+
+
+def test_a_mean_computes_every_token_whatever_the_cache_has_and_leaves_it_for_others() -> None:
+    engine = MiniEngine()
+    for name in ("first", "second"):
+        engine.add(make_pooling(name, PROMPT, "mean"))
+        engine.run(max_steps=5)
+        assert vector_of(engine, name) == vector_alone(PROMPT, "mean")
+        assert engine.finals[name].num_cached_tokens == 0
+        assert num_computed(engine, name) == [1] * 20
+    engine.add(make_pooling("last", PROMPT))
+    engine.run(max_steps=5)
+
+    assert engine.finals["last"].num_cached_tokens == 16
+
+
+def test_with_a_step_launched_ahead_a_pooling_sequence_is_in_no_step_after_its_last_token() -> None:
+    engine = MiniEngine(make_limits(max_num_batched_tokens=8), run_ahead=1)
+    engine.add(make_pooling("a", PROMPT))
+    engine.add(make_sequence("answer", [3, 3], max_tokens=6))
+    engine.run(max_steps=30)
+
+    assert num_computed(engine, "a") == [1] * 20
+    assert engine.num_computed["a", 20] == 0
+    assert engine.finals["answer"].finish_reason == "length"

@@ -32,11 +32,10 @@ def run_scripted(params: SamplingParams, *script: int) -> tuple[list[int], Engin
 
 def planned(engine: MiniEngine) -> dict[str, tuple[int, int]]:
     """Step once. (start, count) of each request that took part."""
-    result = engine.begin_step()
-    assert engine.plan is not None
-    assert result is not None
-    chunks = {chunk.sequence.request_id: (chunk.start, chunk.count) for chunk in engine.plan.chunks}
-    engine.end_step(result)
+    plan = engine.begin_step()
+    assert plan is not None
+    chunks = {chunk.sequence.request_id: (chunk.start, chunk.count) for chunk in plan.chunks}
+    engine.end_step()
     return chunks
 
 
@@ -109,13 +108,20 @@ def test_the_models_length_ends_the_answer() -> None:
     assert engine.finals["a"].finish_reason == "length"
 
 
-def test_a_token_that_no_model_can_know_is_passed_on_as_it_is() -> None:
-    engine = MiniEngine(fake=FakeEngineConfig(logits_width=LOGITS_WIDTH, faulty_token_prompt=7))
-    engine.add(make_sequence("a", [7, 1], max_tokens=2))
+@pytest.mark.parametrize("token_id", [-1, LOGITS_WIDTH, 2**63])
+def test_a_token_that_no_model_can_know_ends_its_own_request_and_no_other(token_id: int) -> None:
+    scheduler = Scheduler(make_limits())
+    scheduler.add(make_sequence("bad", [1]))
+    scheduler.add(make_sequence("good", [2]))
+    plan = scheduler.schedule()
+    assert plan is not None
 
-    engine.run(max_steps=9)
+    bad, good = scheduler.commit(plan, StepResult((SampledToken(token_id), SampledToken(3))))
 
-    assert engine.tokens["a"] == [-1, -1]
+    assert (bad.request_id, bad.new_token_ids, bad.finish_reason) == ("bad", [], "error")
+    assert f"token {token_id}" in (bad.error or "")
+    assert (good.request_id, good.new_token_ids, good.finish_reason) == ("good", [3], None)
+    scheduler.check()
 
 
 # -------------------------------------------------------------------------------------- what rows hold
@@ -204,7 +210,7 @@ def test_an_aborted_waiting_request_never_costs_a_token() -> None:
     engine.run(max_steps=50)
 
     assert (row.start, row.finish_reason) == (0, "abort")
-    assert engine.num_starts == {"first": 1}
+    assert (engine.num_starts("first"), engine.num_starts("second")) == (1, 0)
 
 
 def test_an_aborted_running_request_frees_its_blocks_and_says_how_far_it_was() -> None:
@@ -235,11 +241,10 @@ def test_what_a_step_in_flight_samples_for_an_aborted_request_is_dropped() -> No
     engine = MiniEngine()
     engine.add(make_sequence("a", [1]))
     engine.add(make_sequence("b", [2]))
-    result = engine.begin_step()
-    assert result is not None
+    assert engine.begin_step()
 
     row = engine.abort("a")
-    rows = engine.end_step(result)
+    rows = engine.end_step()
 
     assert row.finish_reason == "abort"
     assert [row.request_id for row in rows] == ["b"]
@@ -250,27 +255,24 @@ def test_what_a_step_in_flight_samples_for_an_aborted_request_is_dropped() -> No
 def test_blocks_freed_while_a_step_is_in_flight_go_to_nobody_before_its_commit() -> None:
     engine = MiniEngine(make_limits(num_blocks=1, max_model_len=4))
     engine.add(make_sequence("a", [1, 2]))
-    result = engine.begin_step()
-    assert result is not None
+    assert engine.begin_step()
     engine.abort("a")
     engine.add(make_sequence("b", [3, 4]))
 
-    with pytest.raises(AssertionError, match="not committed"):
-        engine.scheduler.schedule()
+    assert engine.begin_step() is None
 
-    engine.end_step(result)
+    engine.end_step()
     assert planned(engine) == {"b": (0, 2)}
 
 
 def test_an_id_may_be_used_again_after_its_abort() -> None:
     engine = MiniEngine()
     engine.add(make_sequence("a", [1]))
-    result = engine.begin_step()
-    assert result is not None
+    assert engine.begin_step()
     engine.abort("a")
     engine.add(make_sequence("a", [2], max_tokens=3))
 
-    assert engine.end_step(result) == []
+    assert engine.end_step() == []
 
     engine.run(max_steps=50)
     assert engine.tokens["a"] == answer_alone([2], SamplingParams(max_tokens=3))
@@ -279,14 +281,13 @@ def test_an_id_may_be_used_again_after_its_abort() -> None:
 def test_a_plan_is_committed_once() -> None:
     engine = MiniEngine()
     engine.add(make_sequence("a", [1]))
-    result = engine.begin_step()
-    plan = engine.plan
-    assert result is not None
+    plan = engine.begin_step()
     assert plan is not None
-    engine.end_step(result)
+    launched = engine.in_flight[0][1]
+    engine.end_step()
 
-    with pytest.raises(AssertionError, match="not in flight"):
-        engine.scheduler.commit(plan, result)
+    with pytest.raises(AssertionError, match="no plan is in flight"):
+        engine.scheduler.commit(plan, launched.wait())
 
 
 # ----------------------------------------------------------------------------------------- deadlines
@@ -437,7 +438,7 @@ def test_a_preempted_request_comes_back_only_when_all_its_tokens_fit() -> None:
     engine.run(max_steps=100)
 
     assert second.num_preemptions == 1
-    assert engine.num_starts == {"first": 1, "second": 2}
+    assert (engine.num_starts("first"), engine.num_starts("second")) == (1, 2)
 
 
 def test_statistics_tell_what_runs_waits_and_is_free() -> None:

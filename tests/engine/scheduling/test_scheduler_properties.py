@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits, make_sequence
-from trio_llm.engine.executor.base import StepResult
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
@@ -30,6 +29,7 @@ def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
         max_model_len=draw(st.integers(BLOCK_SIZE, num_blocks * BLOCK_SIZE)),
+        keeps_cache=draw(st.booleans()),
     )
 
 
@@ -51,13 +51,11 @@ class Traffic(RuleBasedStateMachine):
         self.sequences: dict[str, Sequence] = {}
         self.gone: set[str] = set()
         """Aborted or expired."""
-        self.result: StepResult | None = None
-        """Of the step in flight."""
         self.now_s = 0.0
 
-    @initialize(limits=limits_strategy())
-    def start(self, limits: SchedulerLimits) -> None:
-        self.engine = MiniEngine(limits)
+    @initialize(limits=limits_strategy(), run_ahead=st.integers(0, 1))
+    def start(self, limits: SchedulerLimits, run_ahead: int) -> None:
+        self.engine = MiniEngine(limits, run_ahead=run_ahead)
 
     @rule(
         prompt=prompts,
@@ -99,35 +97,37 @@ class Traffic(RuleBasedStateMachine):
         self.now_s += seconds
         for row in self.engine.scheduler.take_expired(self.now_s):
             sequence = self.sequences[row.request_id]
-            assert row.request_id not in self.engine.num_starts
+            assert self.engine.num_starts(row.request_id) == 0
             assert sequence.expires_at is not None
             assert sequence.expires_at <= self.now_s
             self.gone.add(row.request_id)
         self.engine.scheduler.check()
 
-    @precondition(lambda self: self.result is None)
+    @precondition(lambda self: len(self.engine.in_flight) <= self.engine.run_ahead)
     @rule()
     def begin_step(self) -> None:
         had_work = self.engine.scheduler.has_unfinished
-        self.result = self.engine.begin_step()
-        assert had_work == (self.result is not None)
+        plan = self.engine.begin_step()
+        assert plan is None or had_work
+        assert plan is not None or self.engine.in_flight or not had_work
 
-    @precondition(lambda self: self.result is not None)
+    @precondition(lambda self: self.engine.in_flight)
     @rule()
     def end_step(self) -> None:
-        assert self.result is not None
-        reported = {row.request_id for row in self.engine.end_step(self.result)}
-        self.result = None
+        reported = {row.request_id for row in self.engine.end_step()}
         assert not reported & self.gone
 
-    @precondition(lambda self: self.result is None)
+    @precondition(lambda self: len(self.engine.in_flight) <= self.engine.run_ahead)
     @rule(count=st.integers(1, 10))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            self.begin_step()
-            if self.result is None:
-                return
-            self.end_step()
+            if self.engine.scheduler.has_unfinished or self.engine.in_flight:
+                self.engine.step()
+
+    @rule()
+    def the_cache_is_reset(self) -> None:
+        self.engine.scheduler.reset_prefix_cache()
+        self.engine.scheduler.check()
 
     def answer(self, prompt: list[int], params: SamplingParams) -> list[int]:
         return expected_answer(tuple(prompt), params)[: self.engine.limits.max_model_len - len(prompt)]
@@ -135,12 +135,12 @@ class Traffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        if self.result is not None:
+        while self.engine.in_flight:
             self.end_step()
         # The first of all waits until those that run are through, then is served without a pause.
         left = [s for s in self.sequences.values() if s.finish_reason is None]
         num_tokens = sum(s.num_prompt_tokens + (s.params.max_tokens or 0) for s in left)
-        self.engine.run(max_steps=len(left) * num_tokens)
+        self.engine.run(max_steps=2 * len(left) * num_tokens)
 
         assert self.engine.scheduler.stats().num_free_blocks == self.engine.limits.num_blocks
         for request_id, sequence in self.sequences.items():
@@ -149,19 +149,27 @@ class Traffic(RuleBasedStateMachine):
             if request_id in self.gone:
                 assert request_id not in self.engine.finals
                 assert tokens == answer[: len(tokens)]
-                assert self.engine.num_starts[request_id] <= 1 + sequence.num_preemptions
             else:
                 assert tokens == answer
-                # The executor refuses a position that is computed twice after one start.
-                assert self.engine.num_starts[request_id] == 1 + sequence.num_preemptions
+            self.check_that_nothing_is_computed_twice(sequence)
+
+    def check_that_nothing_is_computed_twice(self, sequence: Sequence) -> None:
+        """That nothing is left out is seen to by the executor, which refuses to read what is not there."""
+        counts = [self.engine.num_computed[sequence.request_id, i] for i in range(len(sequence.token_ids))]
+        assert max(counts) <= 1 + sequence.num_preemptions
+        if not self.engine.limits.keeps_cache and sequence.request_id not in self.gone:
+            assert counts[:-1] == [counts[0]] * (len(counts) - 1) or sequence.num_preemptions
+            assert min(counts[:-1]) >= 1
 
 
 Traffic.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 TestTraffic = Traffic.TestCase
 
 
-def answers(limits: SchedulerLimits, requests: list[tuple[list[int], SamplingParams]]) -> list[list[int]]:
-    engine = MiniEngine(limits)
+def answers(
+    limits: SchedulerLimits, requests: list[tuple[list[int], SamplingParams]], *, run_ahead: int = 0
+) -> list[list[int]]:
+    engine = MiniEngine(limits, run_ahead=run_ahead)
     for i, (prompt, params) in enumerate(requests):
         engine.add(make_sequence(str(i), prompt, params))
     engine.run(max_steps=10_000)
@@ -172,18 +180,19 @@ requests_strategy = st.lists(st.tuples(prompts, params_strategy), min_size=1, ma
 
 
 @settings(max_examples=40, deadline=None)
-@given(requests=requests_strategy)
-def test_neither_cache_size_nor_chunks_nor_batch_change_a_token(
-    requests: list[tuple[list[int], SamplingParams]],
+@given(requests=requests_strategy, run_ahead=st.integers(0, 1), keeps_cache=st.booleans())
+def test_neither_cache_size_nor_chunks_nor_batch_nor_running_ahead_change_a_token(
+    requests: list[tuple[list[int], SamplingParams]], run_ahead: int, keeps_cache: bool
 ) -> None:
     alone = [expected_answer(tuple(prompt), params) for prompt, params in requests]
 
-    tiny_cache = make_limits(num_blocks=9, max_model_len=36, max_num_batched_tokens=1024)
-    tiny_budget = make_limits(num_blocks=256, max_num_seqs=2, max_num_batched_tokens=2)
-    everything_tiny = make_limits(num_blocks=9, max_model_len=36, max_num_seqs=3, max_num_batched_tokens=3)
-    plenty = make_limits(num_blocks=256, max_num_batched_tokens=1024)
+    make = partial(make_limits, keeps_cache=keeps_cache)
+    tiny_cache = make(num_blocks=9, max_model_len=36, max_num_batched_tokens=1024)
+    tiny_budget = make(num_blocks=256, max_num_seqs=2, max_num_batched_tokens=2)
+    everything_tiny = make(num_blocks=9, max_model_len=36, max_num_seqs=3, max_num_batched_tokens=3)
+    plenty = make(num_blocks=256, max_num_batched_tokens=1024)
     for limits in (tiny_cache, tiny_budget, everything_tiny, plenty):
-        assert answers(limits, requests) == alone
+        assert answers(limits, requests, run_ahead=run_ahead) == alone
 
 
 @settings(max_examples=20, deadline=None)

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits, make_sequence
-from trio_llm.engine.executor.base import StepResult
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 from trio_llm.sampling import SamplingParams
@@ -42,7 +41,7 @@ def test_an_idle_session_gives_its_blocks_to_a_sequence_that_needs_them_and_comp
     engine.run(max_steps=10)
 
     assert session.token_ids[len(before) :] == answer_alone(before, PARAMS)
-    assert engine.num_starts["s"] == 2
+    assert engine.num_starts("s") == 2
 
 
 def test_idle_sessions_give_way_before_any_that_runs() -> None:
@@ -81,17 +80,23 @@ class SessionTraffic(RuleBasedStateMachine):
         """All that should be generated for each, so far."""
         self.sequences: dict[str, Sequence] = {}
         self.gone: set[str] = set()
-        self.result: StepResult | None = None
 
-    @initialize(num_blocks=st.integers(2, 8), max_num_seqs=st.integers(1, 4), more=st.integers(0, 12))
-    def start(self, num_blocks: int, max_num_seqs: int, more: int) -> None:
+    @initialize(
+        num_blocks=st.integers(2, 8),
+        max_num_seqs=st.integers(1, 4),
+        more=st.integers(0, 12),
+        keeps_cache=st.booleans(),
+        run_ahead=st.integers(0, 1),
+    )
+    def start(self, num_blocks: int, max_num_seqs: int, more: int, keeps_cache: bool, run_ahead: int) -> None:
         self.limits: SchedulerLimits = make_limits(
             num_blocks=num_blocks,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_seqs + more,
             max_model_len=num_blocks * BLOCK_SIZE,
+            keeps_cache=keeps_cache,
         )
-        self.engine = MiniEngine(self.limits)
+        self.engine = MiniEngine(self.limits, run_ahead=run_ahead)
 
     @rule(prompt=st.lists(st.integers(0, 3), min_size=1, max_size=12), is_session=st.booleans())
     def add(self, prompt: list[int], is_session: bool) -> None:
@@ -129,19 +134,17 @@ class SessionTraffic(RuleBasedStateMachine):
         self.engine.abort(name)
         self.gone.add(name)
 
-    @precondition(lambda self: self.result is None)
+    @precondition(lambda self: len(self.engine.in_flight) <= self.engine.run_ahead)
     @rule()
     def begin_step(self) -> None:
-        self.result = self.engine.begin_step()
+        self.engine.begin_step()
 
-    @precondition(lambda self: self.result is not None)
+    @precondition(lambda self: self.engine.in_flight)
     @rule()
     def end_step(self) -> None:
-        assert self.result is not None
-        self.engine.end_step(self.result)
-        self.result = None
+        self.engine.end_step()
 
-    @precondition(lambda self: self.result is None)
+    @precondition(lambda self: len(self.engine.in_flight) <= self.engine.run_ahead)
     @rule()
     def run_on(self) -> None:
         """All that is not idle ends, however many blocks idle sessions hold."""
@@ -150,7 +153,7 @@ class SessionTraffic(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "engine"):
             return
-        if self.result is not None:
+        while self.engine.in_flight:
             self.end_step()
         self.engine.run(max_steps=2000)
         for name, sequence in self.sequences.items():
@@ -158,7 +161,7 @@ class SessionTraffic(RuleBasedStateMachine):
             assert tokens == self.expected[name][: len(tokens)]
             if name not in self.gone:
                 assert tokens == self.expected[name]
-            assert self.engine.num_starts[name] <= 1 + sequence.num_preemptions
+            assert self.engine.num_starts(name) <= 1 + sequence.num_preemptions
         for name in self.sequences:
             self.engine.abort(name)
         assert self.engine.scheduler.stats().num_free_blocks == self.limits.num_blocks

@@ -5,10 +5,20 @@ Used by the tests of the HTTP server that need no sockets.
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import trio
 
+from tests.frontend.http.server import CHAT, COMPLETION
 from trio_llm.config import ServerConfig
+from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.generation import RunningRequests
+from trio_llm.frontend.http.routes import create_routes
 from trio_llm.frontend.http.shell import ASGIApp, Message, Scope, Shell
+
+PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
+"""Of the generating routes, each with a body to which fields are added."""
 
 
 class Exchange:
@@ -63,3 +73,35 @@ class Exchange:
     @property
     def body(self) -> bytes:
         return b"".join(message["body"] for message in self.sent[1:])
+
+
+class Post(Exchange):
+    """One generating request to the routes, in memory."""
+
+    def __init__(
+        self, client: EngineClient, path: str = "/v1/completions", *, header: str | None = None, **fields: Any
+    ) -> None:
+        headers = [(b"content-type", b"application/json")]
+        if header is not None:
+            headers.append((b"x-request-timeout", header.encode("latin-1")))
+        super().__init__(
+            create_routes(client, ServerConfig(), RunningRequests()),
+            body=json.dumps({**PATHS[path], **fields}).encode(),
+            method="POST",
+            path=path,
+            headers=headers,
+            query_string=b"",
+        )
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """Of an answer that is an error."""
+        error: dict[str, Any] = json.loads(self.body)["error"]
+        assert error["code"] == self.status
+        return error
+
+    @property
+    def events(self) -> list[str]:
+        """Data of the events; comments are left out."""
+        blocks = self.body.decode().split("\n\n")
+        return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]

@@ -7,6 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from tests.frontend.fake_llm import open_fake_llm
+from tests.frontend.http.exchange import Post
 from tests.frontend.http.fake_client import End, FakeClient, Held
 from tests.frontend.http.server import Reply, open_server
 from trio_llm.errors import (
@@ -100,6 +102,39 @@ async def test_max_completion_tokens_wins_over_max_tokens() -> None:
     await chat(client, max_tokens=3, max_completion_tokens=9)
 
     assert client.asked[0].params.max_tokens == 9
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_limit_over_the_context_is_refused_by_the_name_that_the_client_used(name: str, stream: bool) -> None:
+    limit: dict[str, Any] = {name: 100}
+    async with open_fake_llm(max_model_len=100) as fake:
+        post = Post(fake.llm, "/v1/chat/completions", stream=stream, **limit)
+        await post.run()
+
+    assert post.error["param"] == name
+    assert f"and {name} is 100; shorten the prompt or lower {name}" in post.error["message"]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+async def test_a_field_that_contradicts_the_limit_tells_its_name_as_the_client_used_it(name: str) -> None:
+    limit: dict[str, Any] = {name: 3}
+    async with open_fake_llm() as fake:
+        post = Post(fake.llm, "/v1/chat/completions", min_tokens=4, **limit)
+        await post.run()
+
+    assert (post.error["param"], post.error["message"]) == (
+        "min_tokens",
+        f"min_tokens (4) must not be above {name} (3)",
+    )
+
+
+async def test_a_prompt_over_the_context_is_not_told_to_lower_a_limit() -> None:
+    async with open_fake_llm(max_model_len=10) as fake:
+        post = Post(fake.llm, "/v1/completions", prompt=[1] * 10, max_tokens=1)
+        await post.run()
+
+    assert post.error["message"].endswith("shorten the prompt")
 
 
 async def test_a_single_stop_string_is_a_list_of_one() -> None:

@@ -9,7 +9,7 @@ import trio
 import trio.testing
 from starlette.responses import Response
 
-from tests.frontend.http.exchange import Exchange
+from tests.frontend.http.exchange import Exchange, Post
 from tests.frontend.http.fake_client import End, FakeClient, Held, Pause, Step
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.http.event_stream import FIRST_OUTPUT_S, EventStreamResponse
@@ -156,3 +156,27 @@ async def test_a_client_that_leaves_in_a_quiet_phase_ends_the_generation(
 
     assert exchange.client.asked[0].left.is_set()
     assert exchange.timeline[-1] == (10, "comment")
+
+
+@pytest.mark.parametrize("num_tokens", range(12))
+async def test_a_prompt_that_fails_at_any_moment_does_not_cut_what_is_sent_of_another(num_tokens: int) -> None:
+    class Whole(Post):
+        num_cut = 0
+
+        async def _send(self, message: Message) -> None:
+            try:
+                for _ in range(3):
+                    await trio.lowlevel.checkpoint()
+            except trio.Cancelled:
+                self.num_cut += 1
+                raise
+            await super()._send(message)
+
+    failing: tuple[Step, ...] = (*[Held("x")] * num_tokens, EngineGenerateError("row failed"))
+    client = FakeClient(scripts=[("a", "b", "c", "hang"), failing])
+    exchange = Whole(client, prompt=["one", "two"], stream=True)
+    await exchange.run()
+
+    assert exchange.num_cut == 0
+    assert exchange.body.count(b"row failed") == 1
+    assert exchange.status == 500 or exchange.body.endswith(b"data: [DONE]\n\n")

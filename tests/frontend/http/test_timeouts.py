@@ -10,52 +10,15 @@ import trio
 from trio.testing import MockClock
 
 from tests.frontend.fake_llm import open_fake_llm
-from tests.frontend.http.exchange import Exchange
+from tests.frontend.http.exchange import PATHS, Post
 from tests.frontend.http.fake_client import HANG, End, FakeClient, Pause
-from tests.frontend.http.server import CHAT, COMPLETION, open_server
-from trio_llm.config import EngineConfig, ServerConfig
+from tests.frontend.http.server import open_server
+from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError, OverloadedError, QueuedTokensError, QueueFullError
-from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.generation import RunningRequests
-from trio_llm.frontend.http.routes import create_routes
 from trio_llm.frontend.http.shell import Message
 from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout, timeout_of
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest, ToEngine
-
-PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
-
-
-class Post(Exchange):
-    """One generating request to the routes, in memory."""
-
-    def __init__(
-        self, client: EngineClient, path: str = "/v1/completions", *, header: str | None = None, **fields: Any
-    ) -> None:
-        headers = [(b"content-type", b"application/json")]
-        if header is not None:
-            headers.append((b"x-request-timeout", header.encode("latin-1")))
-        super().__init__(
-            create_routes(client, ServerConfig(), RunningRequests()),
-            body=json.dumps({**PATHS[path], **fields}).encode(),
-            method="POST",
-            path=path,
-            headers=headers,
-            query_string=b"",
-        )
-
-    @property
-    def error(self) -> dict[str, Any]:
-        """Of an answer that is an error."""
-        error: dict[str, Any] = json.loads(self.body)["error"]
-        assert error["code"] == self.status
-        return error
-
-    @property
-    def events(self) -> list[str]:
-        """Data of the events; comments are left out."""
-        blocks = self.body.decode().split("\n\n")
-        return [block.removeprefix("data: ") for block in blocks if block.startswith("data: ")]
 
 
 def assert_nothing_runs(client: FakeClient) -> None:
@@ -201,6 +164,37 @@ async def test_the_engine_gets_the_timeout_and_never_the_time_to_the_next_commen
     count = len(deadlines) // 2
     assert deadlines == [pytest.approx(77)] * count + [None] * count
     assert count == (1 if prompt == "x" else 2)
+
+
+async def test_what_waits_behind_a_slow_client_is_dropped_when_its_time_is_over(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowPost(Post):
+        async def _send(self, message: Message) -> None:
+            if message.get("body"):
+                await trio.sleep(60)
+            await super()._send(message)
+
+    async with open_fake_llm(step_s=0.1, engine={"max_num_seqs": 1}) as fake:
+        sent: list[ToEngine] = []
+        send = fake.core.send_nowait
+
+        def note(message: ToEngine) -> None:
+            sent.append(message)
+            send(message)
+
+        monkeypatch.setattr(fake.core, "send_nowait", note)
+        # The first prompt has the engine for longer than there is time; the client takes its first event for longer.
+        exchange = SlowPost(fake.llm, prompt=["x", "y"], stream=True, timeout=5, max_tokens=200)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(exchange.run)
+            await trio.sleep(6)
+            assert fake.llm.num_running == fake.llm.num_waiting == 0, "the engine works on for nobody"
+
+    deadlines = [message.deadline_s for message in sent if isinstance(message, EngineCoreRequest)]
+    assert deadlines == [pytest.approx(5)] * 2, "nothing is sent again"
+    assert json.loads(exchange.events[-2])["error"]["code"] == 504
+    assert exchange.events[-1] == "[DONE]"
 
 
 async def test_a_stream_that_waits_longer_than_many_comments_is_answered_in_the_end(

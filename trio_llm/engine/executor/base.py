@@ -1,10 +1,11 @@
-"""Executor: what carries out a step plan. StepPlan and StepResult: what goes in and comes out.
+"""Executor: what carries out step plans. StepPlan and StepResult: what goes in and comes out.
 
 Imports no torch, so that the scheduler, the fake executor and their tests run without it.
 """
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -14,6 +15,7 @@ from trio_llm.wire.messages import LogprobRow, ModelConfig
 
 __all__ = [
     "Executor",
+    "LaunchedStep",
     "PooledVector",
     "ProgressCallback",
     "RowError",
@@ -32,13 +34,19 @@ class ScheduledChunk:
     start: int
     count: int
     samples: bool
-    """The chunk reaches the last known token: the next one is sampled from its last row, or the sequence is pooled."""
+    """The chunk reaches the last token: the next one is sampled from its last row, or the sequence is pooled."""
 
     @property
     def needs_logits(self) -> bool:
         """The model's head runs over the last row. An embedding is made without it."""
         pooling = self.sequence.pooling
         return self.samples and (pooling is None or pooling.task == "classify")
+
+    @property
+    def follows_pending(self) -> bool:
+        """The chunk's last token is the one that the step before samples for this sequence: only the executor can know
+        it. To be read at launch."""
+        return self.start + self.count > len(self.sequence.token_ids)
 
     @property
     def scored(self) -> range:
@@ -97,16 +105,38 @@ ProgressCallback = Callable[[str, int, int], None]
 """(phase, done, total) while a model loads; total 0: not known."""
 
 
-class Executor(Protocol):
-    """Runs steps of a loaded model. Called from one thread."""
+class LaunchedStep(Protocol):
+    """A step under way on the device."""
 
-    @property
-    def info(self) -> ModelConfig: ...
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Compute the plan's tokens, write their K and V into the blocks, sample and score where asked.
+    def wait(self) -> StepResult:
+        """Wait until it is through. Called once, in the order of launches.
 
         Raises:
             Exception: the device is lost; the engine ends. A fault of one row is a `RowError` in the result.
         """
         ...
+
+
+class Executor(abc.ABC):
+    """Runs steps of a loaded model. Called from one thread."""
+
+    @property
+    @abc.abstractmethod
+    def info(self) -> ModelConfig:
+        """The loaded model, and how many KV blocks there are."""
+
+    @abc.abstractmethod
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Begin to compute the plan's tokens, to write their K and V into the blocks, to sample, pool and score where
+        asked.
+
+        The step before may be under way still; its results are not needed on the host: a token that it samples and
+        that this plan computes (`ScheduledChunk.follows_pending`) is taken on the device.
+
+        Raises:
+            Exception: the device is lost; the engine ends.
+        """
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Launch, and wait. Raises as they do."""
+        return self.launch(plan).wait()

@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import platform
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
+from weakref import WeakKeyDictionary
 
 import msgspec
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.base import (
+    Executor,
+    LaunchedStep,
     PooledVector,
     ProgressCallback,
     RowError,
@@ -26,6 +29,7 @@ from trio_llm.engine.executor.base import (
 from trio_llm.engine.executor.fake_vectors import fake_vector
 from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.pooling import PoolingParams
 from trio_llm.version import __version__
 from trio_llm.wire.messages import LogprobRow, ModelConfig
 
@@ -60,24 +64,44 @@ def load_fake(config: EngineConfig, progress: ProgressCallback, *, model_dir: st
 
 
 @dataclass(slots=True, eq=False)
-class _Run:
-    """One pass of a sequence over its tokens, from position 0 to its end or its preemption."""
+class _Block:
+    """What was "written" into a KV block."""
 
-    request_id: str
-    num_computed_tokens: int = 0
+    num_tokens: int = 0
     digest: int = 0
-    """Of all tokens computed so far."""
-    prompt_digest: int = 0
-    """Of the prompt's; of a session: of all before the answer to its newest input."""
+    """Of all tokens of a sequence up to the last one in here."""
 
 
-class FakeExecutor:
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """What a device would know of a sequence."""
+
+    digests: list[int] = field(default_factory=list)
+    """By position: of all tokens up to there."""
+    sampled: tuple[int, int] | None = None
+    """Position and id of the token sampled last."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _FakeStep:
+    """A step that is computed, but must not be known yet."""
+
+    executor: FakeExecutor
+    number: int
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        self.executor.pass_time(self.number)
+        return self.result
+
+
+class FakeExecutor(Executor):
     """Pretends to compute.
 
     A token depends on the whole prompt, its index in the answer and, above temperature 0, the seed; never on batch,
-    chunks or preemption. It is never an end-of-sequence id, unless a script says so. What is known of a prompt hangs
-    on the blocks "written", as K and V would: a plan that skips or repeats a position, leaves the block table, or uses
-    blocks that another sequence has overwritten, is refused.
+    chunks, preemption or what the cache holds. It is never an end-of-sequence id, unless a script says so. A plan that
+    skips or repeats a position, leaves the block table, or reads blocks that do not hold the sequence's own tokens, is
+    refused.
     """
 
     def __init__(
@@ -85,8 +109,8 @@ class FakeExecutor:
     ) -> None:
         self._fake = fake
         self._choices = [i for i in range(fake.logits_width) if i not in fake.eos_token_ids]
-        self._owners: list[_Run | None] = [None] * num_blocks
-        """Who wrote to a block last."""
+        self._blocks = [_Block() for _ in range(num_blocks)]
+        self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
         self._num_steps = 0
         self._info = ModelConfig(
             model_dir=model_dir,
@@ -105,73 +129,112 @@ class FakeExecutor:
     def info(self) -> ModelConfig:
         return self._info
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Take `step_s` seconds and give the plan's tokens.
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Choose the plan's tokens; waiting for them takes `step_s` seconds.
 
         Raises:
-            RuntimeError: this is the step `fail_at_step`.
             AssertionError: the plan is wrong: a bug of the scheduler.
         """
         self._num_steps += 1
-        if self._fake.step_s > 0:
-            time.sleep(self._fake.step_s)
-        if self._num_steps == self._fake.fail_at_step:
-            raise RuntimeError(f"the fake device is lost at step {self._num_steps}, as fail_at_step says")
-        runs = [self._compute(chunk) for chunk in plan.chunks]
-        return StepResult(
-            tuple(self._sample(chunk, run) for chunk, run in zip(plan.chunks, runs, strict=True) if chunk.samples),
+        written: dict[int, Sequence] = {}
+        for chunk in plan.chunks:
+            self._compute(chunk, written)
+        result = StepResult(
+            tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples),
             tuple(self._score(chunk) for chunk in plan.chunks if chunk.scored),
         )
+        return _FakeStep(self, self._num_steps, result)
+
+    def pass_time(self, number: int) -> None:
+        """Take the time of a step.
+
+        Args:
+            number: of the step, from 1.
+        Raises:
+            RuntimeError: this is the step `fail_at_step`.
+        """
+        if self._fake.step_s > 0:
+            time.sleep(self._fake.step_s)
+        if number == self._fake.fail_at_step:
+            raise RuntimeError(f"the fake device is lost at step {number}, as fail_at_step says")
 
     # ------------------------------------------------------------------------------------- the cache
 
-    def _compute(self, chunk: ScheduledChunk) -> _Run:
-        """Write positions start to start + count - 1 of a sequence, after checking that a device could."""
+    def _compute(self, chunk: ScheduledChunk, written: dict[int, Sequence]) -> None:
+        """Write positions start to start + count - 1 of a sequence, after checking that a device could.
+
+        Args:
+            written: who has written into which block in this step; changed.
+        """
         sequence, end = chunk.sequence, chunk.start + chunk.count
         assert chunk.count > 0
-        assert chunk.samples == (end == len(sequence.token_ids)), f"{sequence.request_id}: sampling at {end}"
+        assert chunk.samples == (end >= len(sequence.token_ids)), f"{sequence.request_id}: sampling at {end}"
         assert end <= len(sequence.block_ids) * self._info.block_size, f"{sequence.request_id}: no block for {end - 1}"
-        run = _Run(sequence.request_id) if chunk.start == 0 else self._resume(sequence, chunk.start)
+        memory = self._memories.setdefault(sequence, _Memory())
+        # A sequence that begins again may have other tokens than before.
+        del memory.digests[chunk.start :]
+        while len(memory.digests) < end:
+            position = len(memory.digests)
+            digest = memory.digests[-1] if memory.digests else 0
+            memory.digests.append(_mix(digest, self._token_at(sequence, position, memory)))
+        self._check_context(sequence, chunk.start, memory)
         for position in range(chunk.start, end):
-            self._write(run, sequence, position)
-        run.num_computed_tokens = end
-        return run
+            self._write(sequence, position, memory.digests[position], written)
 
-    def _resume(self, sequence: Sequence, start: int) -> _Run:
-        """The run that wrote all positions before `start` and no other."""
-        written = sequence.block_ids[: -(-start // self._info.block_size)]
-        run = self._owners[written[-1]]
-        assert run is not None
-        assert run.request_id == sequence.request_id, f"{sequence.request_id}: {run.request_id} has overwritten it"
-        assert run.num_computed_tokens == start, f"{sequence.request_id}: at {run.num_computed_tokens}, not {start}"
-        assert all(self._owners[block_id] is run for block_id in written), f"{sequence.request_id}: block lost"
-        return run
+    def _token_at(self, sequence: Sequence, position: int, memory: _Memory) -> int:
+        if position < len(sequence.token_ids):
+            return sequence.token_ids[position]
+        assert memory.sampled is not None, f"{sequence.request_id}: nothing was sampled for {position}"
+        sampled_at, token_id = memory.sampled
+        assert position == sampled_at, f"{sequence.request_id}: {position} is ahead of all that is sampled"
+        return token_id
 
-    def _write(self, run: _Run, sequence: Sequence, position: int) -> None:
-        block_id = sequence.block_ids[position // self._info.block_size]
-        if position % self._info.block_size == 0:
-            assert self._owners[block_id] is not run, f"{run.request_id}: block {block_id} twice in its table"
-            self._owners[block_id] = run
-        assert self._owners[block_id] is run, f"{run.request_id}: block {block_id} overwritten in this step"
-        run.digest = _mix(run.digest, sequence.token_ids[position])
-        if position == sequence.num_prompt_tokens - 1:
-            run.prompt_digest = run.digest
+    def _check_context(self, sequence: Sequence, start: int, memory: _Memory) -> None:
+        """The blocks hold the sequence's tokens before `start`, and nothing behind them."""
+        size = self._info.block_size
+        for first in range(0, start, size):
+            block_id, end = sequence.block_ids[first // size], min(first + size, start)
+            block = self._blocks[block_id]
+            at = first + block.num_tokens
+            is_own = first < at <= len(memory.digests) and block.digest == memory.digests[at - 1]
+            assert is_own, f"{sequence.request_id}: block {block_id} holds something else"
+            assert at == end, f"{sequence.request_id}: at {at}, not {end}"
+
+    def _write(self, sequence: Sequence, position: int, digest: int, written: dict[int, Sequence]) -> None:
+        index, offset = divmod(position, self._info.block_size)
+        block_id = sequence.block_ids[index]
+        block = self._blocks[block_id]
+        if offset == 0:
+            is_twice = block_id in sequence.block_ids[:index]
+            assert not is_twice, f"{sequence.request_id}: block {block_id} twice in its table"
+            block.num_tokens = 0
+        assert written.setdefault(block_id, sequence) is sequence, (
+            f"{sequence.request_id}: block {block_id} overwritten in this step"
+        )
+        assert block.num_tokens == offset
+        block.num_tokens, block.digest = offset + 1, digest
 
     # ---------------------------------------------------------------------------------------- tokens
 
-    def _sample(self, chunk: ScheduledChunk, run: _Run) -> SampledToken | PooledVector | RowError:
-        sequence = chunk.sequence
-        fault = self._find_fault(sequence)
-        if (pooling := sequence.pooling) is not None:
-            if fault is not None:  # there is no vector that is as wrong as token -1
-                return fault if isinstance(fault, RowError) else RowError("the fake device has computed no numbers")
-            size = self._fake.embedding_size if pooling.task == "embed" else self._fake.num_labels
-            assert size is not None, f"{sequence.request_id}: this fake has no classes"
-            return fake_vector(run.digest, pooling, size)
-        if fault is not None:
-            return fault
-        index = chunk.start + chunk.count - sequence.num_prompt_tokens
-        token_id = self._choose(sequence, run.prompt_digest, index)
+    def _sample(self, chunk: ScheduledChunk) -> SampledToken | PooledVector | RowError:
+        sequence, memory = chunk.sequence, self._memories[chunk.sequence]
+        if sequence.pooling is not None:
+            return self._pool(sequence, sequence.pooling, memory)
+        position = chunk.start + chunk.count
+        outcome = self._find_fault(sequence) or self._sample_well(sequence, position, memory)
+        memory.sampled = position, outcome.token_id if isinstance(outcome, SampledToken) else 0
+        return outcome
+
+    def _pool(self, sequence: Sequence, pooling: PoolingParams, memory: _Memory) -> PooledVector | RowError:
+        if fault := self._find_fault(sequence):  # there is no vector that is as wrong as token -1
+            return fault if isinstance(fault, RowError) else RowError("the fake device has computed no numbers")
+        size = self._fake.embedding_size if pooling.task == "embed" else self._fake.num_labels
+        assert size is not None, f"{sequence.request_id}: this fake has no classes"
+        return fake_vector(memory.digests[-1], pooling, size)
+
+    def _sample_well(self, sequence: Sequence, position: int, memory: _Memory) -> SampledToken | RowError:
+        index = position - sequence.num_prompt_tokens
+        token_id = self._choose(sequence, memory.digests[sequence.num_prompt_tokens - 1], index)
         if sequence.params.allowed_token_ids is not None or sequence.bad_words:
             allowed_id = self._nearest_allowed(token_id, sequence)
             if allowed_id is None:

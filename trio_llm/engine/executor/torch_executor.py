@@ -7,6 +7,7 @@ failed leaves nothing behind but slots that are written again.
 from __future__ import annotations
 
 import platform
+from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -14,6 +15,8 @@ import transformers
 
 from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.executor.base import (
+    Executor,
+    LaunchedStep,
     PooledVector,
     ProgressCallback,
     RowError,
@@ -29,7 +32,7 @@ from trio_llm.engine.ops.attention import BLOCK_SIZE
 from trio_llm.engine.sampling.logprobs import logprob_rows
 from trio_llm.engine.sampling.sampler import sample, sampling_row
 from trio_llm.engine.scheduling.sequence import Sequence
-from trio_llm.engine.worker.batch import build_batch
+from trio_llm.engine.worker.batch import Batch, build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
 from trio_llm.engine.worker.machine import usable_cpus
 from trio_llm.engine.worker.pooler import Pooler
@@ -47,7 +50,15 @@ _SCORE_SLICE_BYTES: Final = 32 * 1024 * 1024
 """Of float32 logits that log-probabilities of prompts are made from at once; a few times as much is in use."""
 
 
-class TorchExecutor:
+@dataclass(frozen=True, slots=True, eq=False)
+class _TorchStep:
+    result: StepResult
+
+    def wait(self) -> StepResult:
+        return self.result
+
+
+class TorchExecutor(Executor):
     """One model, one device, one KV cache."""
 
     def __init__(self, model: CausalLM, cache: CachePlan, *, model_dir: str) -> None:
@@ -55,6 +66,10 @@ class TorchExecutor:
         self._pooler = Pooler(model.probabilities if isinstance(model, SequenceClassifier) else None)
         self._num_blocks = cache.num_blocks
         self._kv = allocate_kv_cache(cache.num_blocks, model.kv_shape, model.device)
+        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=model.device)
+        """Of the step that was launched last."""
+        self._sampled_rows: dict[Sequence, int] = {}
+        """Where each sequence's token stands among them."""
         self._info = ModelConfig(
             model_dir=model_dir,
             max_model_len=cache.max_model_len,
@@ -80,7 +95,7 @@ class TorchExecutor:
         return self._info
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         """Compute the plan's tokens; sample, pool and score where asked.
 
         A row without a finite score, or without any token left to choose, is a `RowError`.
@@ -89,8 +104,9 @@ class TorchExecutor:
             Exception: whatever torch raises; the engine ends.
         """
         if not plan.chunks:
-            return StepResult(())
+            return _TorchStep(StepResult(()))
         batch = build_batch(plan, self._model.device)
+        self._fill_in_pending(batch)
         inputs = batch.token_ids, batch.positions, batch.logits_rows
         scored: tuple[list[LogprobRow], ...] = ()
         hidden = None
@@ -100,15 +116,29 @@ class TorchExecutor:
             scored = self._score(plan, hidden) if scores else ()
         else:
             logits = self._model.forward(*inputs, kv=self._kv, attention=batch.attention)
-        ends = [chunk.sequence for chunk in plan.chunks if chunk.samples]
-        rows = [sampling_row(sequence, self._info.eos_token_ids) for sequence in ends if sequence.pooling is None]
+        ends = [chunk for chunk in plan.chunks if chunk.samples]
+        sampling = [chunk for chunk in ends if chunk.sequence.pooling is None]
+        rows = [sampling_row(chunk.sequence, chunk.start + chunk.count, self._info.eos_token_ids) for chunk in sampling]
         # A model samples or classifies: all rows of logits are for one of the two.
-        tokens = iter(sample(logits, rows) if rows else [])
+        sampled: list[SampledToken | RowError] = sample(logits, rows) if rows else []
+        token_ids = [outcome.token_id if isinstance(outcome, SampledToken) else 0 for outcome in sampled]
+        self._sampled_ids = torch.tensor(token_ids, dtype=torch.int64, device=self._model.device)
+        self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(sampling)}
+        tokens = iter(sampled)
         vectors = iter(self._pooler.pool(plan, None if hidden is None else hidden.tokens, logits))
         results: list[SampledToken | PooledVector | RowError] = [
-            next(tokens) if sequence.pooling is None else next(vectors) for sequence in ends
+            next(tokens) if chunk.sequence.pooling is None else next(vectors) for chunk in ends
         ]
-        return StepResult(tuple(results), scored)
+        return _TorchStep(StepResult(tuple(results), scored))
+
+    def _fill_in_pending(self, batch: Batch) -> None:
+        """Put the tokens into a batch that the step before samples: from the device to the device."""
+        if not batch.pending:
+            return
+        device = self._model.device
+        places = torch.tensor([place for place, _ in batch.pending], dtype=torch.int64, device=device)
+        rows = [self._sampled_rows[sequence] for _, sequence in batch.pending]
+        batch.token_ids[places] = self._sampled_ids[torch.tensor(rows, dtype=torch.int64, device=device)]
 
     def _score(self, plan: StepPlan, hidden: HiddenStates) -> tuple[list[LogprobRow], ...]:
         """Log-probabilities of the prompt tokens that the plan's chunks score, a bounded number of rows at a time."""

@@ -37,11 +37,11 @@ class SamplingRow:
     """Tokens that must not be sampled at this position."""
 
 
-def sampling_row(sequence: EngineSequence, eos_token_ids: Iterable[int]) -> SamplingRow:
-    """The row for the next token of a sequence. Its seed is set: the front end draws one where the caller did not."""
+def sampling_row(sequence: EngineSequence, position: int, eos_token_ids: Iterable[int]) -> SamplingRow:
+    """The row for a sequence's token at `position`. The front end has drawn a seed where the caller did not set one."""
     params = sequence.params
     assert params.seed is not None
-    return SamplingRow(params, params.seed, len(sequence.token_ids), banned_tokens(sequence, eos_token_ids))
+    return SamplingRow(params, params.seed, position, banned_tokens(sequence, eos_token_ids))
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | RowError]:

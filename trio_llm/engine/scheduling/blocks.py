@@ -1,49 +1,144 @@
-"""BlockPool: which KV blocks are free and which are in use.
+"""BlockPool: who has which KV blocks, and which of them can be found again by what they hold.
 
 Pure. Owned by the scheduler; nobody else gives or takes blocks.
+
+    free ── allocate ──> held ── release, without a hash ──> free
+      ^                   ^ └─── release, with a hash ────> cached ── evict, for allocate ──> held
+      └─ forget ──────────┼──────────────────────────────────┘
+                          └── share ─────────────────────────┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+
+from trio_llm.engine.scheduling.block_hash import BlockHash
 
 __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Blocks 0 to num_blocks - 1, each either free or allocated."""
+    """Blocks 0 to num_blocks - 1. Each is *held* by one or more sequences, or *cached*: held by nobody, but still known
+    by its hash, or *free*. Cached ones count as free: they are given away when no others are left, the one that was
+    released first before the others.
 
-    def __init__(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
+    Args:
+        keeps_cache: False: no block is known by its hash, ever.
+    """
+
+    def __init__(self, num_blocks: int, *, keeps_cache: bool = True) -> None:
+        self._keeps_cache = keeps_cache
         self._free = list(range(num_blocks - 1, -1, -1))
         """A stack: what was freed last is likeliest to be in a processor's cache still."""
-        self._allocated: set[int] = set()
+        self._num_holders = [0] * num_blocks
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        """Held by nobody and with a hash; the next to be given away first."""
+        self._by_hash: dict[BlockHash, int] = {}
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        """By block. Two blocks that hold the same have one hash, and only one of them is known by it."""
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        """Blocks that can be allocated, the cached ones among them."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Blocks that nobody holds and that can be found by their hash."""
+        return len(self._cached)
+
+    def num_holders(self, block_id: int) -> int:
+        """Sequences that hold the block."""
+        return self._num_holders[block_id]
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks, or None, and nothing taken, if fewer are free."""
-        if count > len(self._free):
+        """`count` blocks that nobody holds, or None, and nothing taken, if fewer are free."""
+        if count > self.num_free:
             return None
-        block_ids = [self._free.pop() for _ in range(count)]
-        self._allocated.update(block_ids)
+        block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
+        for block_id in block_ids:
+            self._num_holders[block_id] = 1
         return block_ids
 
-    def free(self, block_ids: Iterable[int]) -> None:
-        """Give blocks back. Each must be allocated: freeing twice is a bug of ours."""
+    def share(self, block_ids: Iterable[int]) -> None:
+        """One more sequence holds these, which are held or cached."""
         for block_id in block_ids:
-            assert block_id in self._allocated, f"block {block_id} is freed but not allocated"
-            self._allocated.remove(block_id)
-            self._free.append(block_id)
+            if self._num_holders[block_id] == 0:
+                del self._cached[block_id]
+            self._num_holders[block_id] += 1
+
+    def release(self, block_ids: Sequence[int]) -> None:
+        """One sequence less holds these. Each must be held: releasing twice is a bug of ours."""
+        # From the end: the tail of a sequence is of use to fewer others than its beginning, so it is given away first.
+        for block_id in reversed(block_ids):
+            assert self._num_holders[block_id] > 0, f"block {block_id} is released but not held"
+            self._num_holders[block_id] -= 1
+            if self._num_holders[block_id] > 0:
+                continue
+            if self._hashes[block_id] is None:
+                self._free.append(block_id)
+            else:
+                self._cached[block_id] = None
+
+    # ---------------------------------------------------------------------------------------- hashes
+
+    def find(self, hashes: Iterable[BlockHash]) -> list[int]:
+        """The blocks of the longest beginning of `hashes` of which all are known. Nothing is taken: see `share`."""
+        found = []
+        for block_hash in hashes:
+            block_id = self._by_hash.get(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+        """Let a held block be found, which is full and never written again. Of no effect if another holds the same."""
+        assert self._num_holders[block_id] > 0, f"block {block_id} is published but not held"
+        assert self._hashes[block_id] is None, f"block {block_id} is published twice"
+        if self._keeps_cache and block_hash not in self._by_hash:
+            self._by_hash[block_hash] = block_id
+            self._hashes[block_id] = block_hash
+
+    def forget(self, block_ids: Iterable[int]) -> None:
+        """Let these blocks be found no more; whoever holds them goes on holding them."""
+        for block_id in block_ids:
+            block_hash = self._hashes[block_id]
+            if block_hash is None:
+                continue
+            self._hashes[block_id] = None
+            del self._by_hash[block_hash]
+            if self._num_holders[block_id] == 0:
+                del self._cached[block_id]
+                self._free.append(block_id)
+
+    def forget_all(self) -> None:
+        """Let no block be found any more."""
+        self.forget(list(self._by_hash.values()))
+
+    def _evict(self) -> int:
+        block_id, _ = self._cached.popitem(last=False)
+        block_hash = self._hashes[block_id]
+        assert block_hash is not None
+        del self._by_hash[block_hash]
+        self._hashes[block_id] = None
+        return block_id
+
+    # ----------------------------------------------------------------------------------- observation
 
     def check(self, held: Iterable[int]) -> None:
-        """Assert that no block is lost or doubled.
+        """Assert that no block is lost, doubled or known by a wrong hash.
 
         Args:
-            held: all blocks that their owners say they have; they must be those allocated.
+            held: the blocks of all who hold any, those that several hold as often.
         """
-        held = sorted(held)
-        assert held == sorted(self._allocated), f"held {held}, but allocated {sorted(self._allocated)}"
-        assert sorted([*self._free, *held]) == list(range(self._num_blocks)), "a block is lost or doubled"
+        holders = Counter(held)
+        told = {block_id: count for block_id, count in enumerate(self._num_holders) if count}
+        assert told == dict(holders), f"held {dict(holders)}, but {told} is known"
+        everything = sorted([*self._free, *self._cached, *holders])
+        assert everything == list(range(len(self._num_holders))), "a block is lost or doubled"
+        assert all(self._hashes[block_id] is None for block_id in self._free), "a free block has a hash"
+        assert all(self._hashes[block_id] is not None for block_id in self._cached), "a cached block has no hash"
+        named = {block_hash: block_id for block_id, block_hash in enumerate(self._hashes) if block_hash is not None}
+        assert named == self._by_hash, "a block is known by a wrong hash"

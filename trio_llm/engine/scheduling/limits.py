@@ -28,6 +28,10 @@ class SchedulerLimits:
     max_model_len: int
     """Tokens of prompt and answer together; they fit the cache, so that a sequence alone always goes on."""
     eos_token_ids: tuple[int, ...]
+    logits_width: int
+    """Ids from 0 up that can be sampled; any other is a fault of the device."""
+    keeps_cache: bool = True
+    """Blocks are found again by what they hold: a prompt that begins as an earlier one is not computed again there."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_num_seqs <= self.max_num_batched_tokens
@@ -43,6 +47,8 @@ class SchedulerLimits:
             max_num_batched_tokens=config.max_num_batched_tokens,
             max_model_len=model.max_model_len,
             eos_token_ids=model.eos_token_ids,
+            logits_width=model.logits_width,
+            keeps_cache=config.enable_prefix_caching,
         )
 
     @property

@@ -30,5 +30,6 @@ def pooled_row(sequence: Sequence, vector: PooledVector) -> EngineCoreOutput:
         sequence.next_start,
         new_token_ids=[],
         finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
         pooled=vector.data,
     )

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from trio_llm.engine.executor.base import StepPlan, StepResult
+from trio_llm.engine.executor.base import PooledVector, RowError, SampledToken, StepPlan, StepResult
+from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 from trio_llm.wire.messages import EngineCoreOutput
 
-__all__ = ["final_row", "take_scores"]
+__all__ = ["final_row", "find_fault", "take_scores"]
 
 _ROW_SCORES: Final = 128
 """Prompt tokens whose log-probabilities go into one row: naming them takes the front end about two milliseconds."""
@@ -45,3 +46,15 @@ def final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool 
     return EngineCoreOutput(
         sequence.request_id, start, new_token_ids=[], finish_reason=reason, error=error, is_expired=is_expired
     )
+
+
+def find_fault(outcome: SampledToken | PooledVector | RowError, limits: SchedulerLimits) -> str | None:
+    """Why a row cannot go on, or None."""
+    if isinstance(outcome, RowError):
+        return outcome.message
+    if isinstance(outcome, SampledToken) and not 0 <= outcome.token_id < limits.logits_width:
+        return (
+            f"the model gave token {outcome.token_id}, which is outside 0 to {limits.logits_width - 1}; "
+            "this request cannot go on"
+        )
+    return None

@@ -11,43 +11,30 @@ Pure: the engine loop calls it, runs the plan, and hands the result back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Iterator
+from itertools import chain
 
-from trio_llm.engine.executor.base import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
-from trio_llm.engine.scheduling.blocks import BlockPool
+from trio_llm.engine.executor.base import PooledVector, SampledToken, StepPlan, StepResult
+from trio_llm.engine.scheduling.draft import Draft, StepInFlight
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.pooling import pooled_row
-from trio_llm.engine.scheduling.rows import final_row, take_scores
+from trio_llm.engine.scheduling.rows import final_row, find_fault, take_scores
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
-from trio_llm.engine.scheduling.sessions import KeptBlocks, extend
+from trio_llm.engine.scheduling.sequence_blocks import SequenceBlocks
+from trio_llm.engine.scheduling.sessions import extend
+from trio_llm.engine.scheduling.stopping import ends_with_pending, find_end
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import Continue, EngineCoreOutput, SchedulerStats
 
 __all__ = ["Scheduler"]
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making."""
-
-    budget_left: int
-    """Tokens."""
-    chunks: list[ScheduledChunk] = field(default_factory=list)
-
-    def add(self, sequence: Sequence) -> None:
-        """Compute as much of the sequence as the budget allows."""
-        uncomputed = sequence.num_uncomputed_tokens
-        count = min(uncomputed, self.budget_left)
-        self.chunks.append(
-            ScheduledChunk(
-                sequence=sequence, start=sequence.num_computed_tokens, count=count, samples=count == uncomputed
-            )
-        )
-        self.budget_left -= count
-
-
 class Scheduler:
     """Call `schedule`, run the plan, `commit`; `add`, `abort` and `take_expired` at any moment between.
+
+    More than one plan may be in flight: a plan then counts on a token for each row that the plans before it sample, and
+    what it computes behind the end of a sequence is dropped. Plans are committed in their order.
 
     Everything follows one order: priority, then arrival. Whoever is first gets tokens and blocks first and is
     preempted last; nobody is admitted past the head of the waiting line. So the first running sequence
@@ -56,19 +43,21 @@ class Scheduler:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._pool = BlockPool(limits.num_blocks)
+        self._blocks = SequenceBlocks(limits)
         self._sequences: dict[str, Sequence] = {}
         """All unfinished ones, by request id; each is in one of the two queues, unless it is idle."""
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
-        self._kept = KeptBlocks(self._pool)
-        self._in_flight: StepPlan | None = None
-        """The plan that is scheduled and not committed. There is at most one, hence blocks that an abort frees
-        meanwhile cannot be given to anybody before the step that writes to them is over."""
+        self._in_flight: deque[StepInFlight] = deque()
+        """Scheduled and not committed, the oldest first."""
         self._num_arrivals = 0
         self._num_preempted = 0
         self._num_prompt_tokens = 0
         """In the last committed step."""
+        self._num_cached_tokens = 0
+        """Found in the cache for sequences that were admitted since the last committed step."""
+        self._num_cached_tokens_told = 0
+        """In the last committed step, and since the one before."""
 
     # ------------------------------------------------------------------------------------ sequences
 
@@ -108,11 +97,11 @@ class Scheduler:
         if problem := problem or extend(sequence, message, self._limits.max_model_len):
             self._finish(sequence, "error")
             return final_row(sequence, error=problem)
-        self._kept.remove(sequence)
+        self._blocks.kept.remove(sequence)
         self._num_arrivals += 1
         sequence.arrival = self._num_arrivals
         sequence.move_to(SequenceState.WAITING)
-        self._kept.add(sequence)
+        self._blocks.kept.add(sequence)
         self._waiting.add(sequence)
         return None
 
@@ -157,7 +146,7 @@ class Scheduler:
         if sequence.state is SequenceState.RUNNING:
             self._running.remove(sequence)
         else:
-            self._kept.remove(sequence)
+            self._blocks.kept.remove(sequence)
             if sequence.state is SequenceState.WAITING:
                 self._waiting.remove(sequence)
         self._release_blocks(sequence)
@@ -166,86 +155,101 @@ class Scheduler:
         del self._sequences[sequence.request_id]
 
     def _release_blocks(self, sequence: Sequence) -> None:
-        self._pool.free(sequence.block_ids)
-        sequence.block_ids = []
+        block_ids = self._blocks.take_all(sequence)
+        if sequence.num_in_flight:
+            self._in_flight[-1].left_behind.append(block_ids)
+        else:
+            self._blocks.release(block_ids)
 
     # ------------------------------------------------------------------------------------- schedule
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if no sequence is left that could go on. The plan before must be committed."""
-        assert self._in_flight is None, "the plan before is not committed"
-        draft = _Draft(self._limits.max_num_batched_tokens)
+        """The next step, or None if there is none: nothing to compute, or a plan in flight must be committed first."""
+        # Whoever gives way is not in flight then: what a step samples for it would have to be waited for all the same.
+        if self._in_flight and self._must_preempt():
+            return None
+        draft = Draft(self._limits.max_num_batched_tokens)
         self._plan_last_tokens(draft)
         self._plan_prefills(draft)
         self._admit(draft)
         if not draft.chunks:
-            assert not self.has_unfinished, "sequences are left and none can go on"
+            assert self._in_flight or not self.has_unfinished, "sequences are left and none can go on"
             return None
-        self._in_flight = StepPlan(tuple(draft.chunks))
-        return self._in_flight
+        plan = StepPlan(tuple(draft.chunks))
+        self._in_flight.append(StepInFlight(plan))
+        return plan
 
-    def _plan_last_tokens(self, draft: _Draft) -> None:
-        """Rows with one token to go, which is every one that decodes: they make the tokens that readers wait for."""
-        # In order, so that `_preempt`, which takes the last, never hits one that is in the draft already.
+    def _add(self, sequence: Sequence, draft: Draft) -> None:
+        draft.add(sequence)
+        # At once: whoever is added next may share what this chunk computes.
+        self._blocks.publish(sequence)
+
+    def _next_rows(self) -> Iterator[Sequence]:
+        """Running sequences with one token to go, which is every one that decodes: they make the tokens that readers
+        wait for. In order, so that `_preempt`, which takes the last, never hits one that was given already."""
         for sequence in list(self._running):
-            is_running = sequence.state is SequenceState.RUNNING
-            if is_running and sequence.num_uncomputed_tokens == 1 and self._make_room(sequence):
-                draft.add(sequence)
+            if sequence.state is not SequenceState.RUNNING or sequence.num_uncomputed_tokens != 1:
+                continue
+            # A session goes on behind its answer, so nothing may be computed there that is dropped.
+            if sequence.num_pending_tokens and (sequence.is_resumable or ends_with_pending(sequence, self._limits)):
+                continue
+            yield sequence
 
-    def _plan_prefills(self, draft: _Draft) -> None:
+    def _must_preempt(self) -> bool:
+        missing = sum(self._blocks.num_missing(sequence) for sequence in self._next_rows())
+        return missing > self._blocks.num_free
+
+    def _plan_last_tokens(self, draft: Draft) -> None:
+        for sequence in self._next_rows():
+            if self._make_room(sequence):
+                self._add(sequence, draft)
+
+    def _plan_prefills(self, draft: Draft) -> None:
         """Chunks of prompts, and of preempted sequences, that are under way; they got all their blocks on admission."""
         for sequence in self._running:
             if draft.budget_left == 0:
                 return
             if sequence.num_uncomputed_tokens > 1:
-                draft.add(sequence)
+                self._add(sequence, draft)
 
-    def _admit(self, draft: _Draft) -> None:
+    def _admit(self, draft: Draft) -> None:
         """Let waiting sequences in, while budget, places and blocks last.
 
         A sequence gets blocks for all its known tokens at once: a prefill never stops half-way for want of
-        blocks, and one that was preempted does not come back just to be preempted again.
+        blocks, and one that was preempted does not come back just to be preempted again. As a prefill that is under way
+        takes the budget first, nobody is admitted before the prompt that it shares with another is planned whole.
         """
         while self._waiting and draft.budget_left > 0 and len(self._running) < self._limits.max_num_seqs:
             sequence = self._waiting.first
-            needed = self._limits.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids)
+            was_computed = sequence.num_computed_tokens
             # One that is alone needs no spare blocks: all are its own.
-            spare = self._limits.num_spare_blocks if self._running else 0
-            missing = needed + spare - self._pool.num_free
-            if missing > 0:
-                if not self._kept.can_give(missing, but=sequence):
-                    return
-                self._num_preempted += self._kept.take(missing, but=sequence)
-            self._kept.remove(sequence)
+            num_spare = self._limits.num_spare_blocks if self._running else 0
+            num_losers = self._blocks.admit(sequence, num_spare=num_spare)
+            if num_losers is None:
+                return
+            self._num_preempted += num_losers
+            self._num_cached_tokens += sequence.num_computed_tokens - was_computed
             self._waiting.remove(sequence)
-            self._take_blocks(sequence, needed)
             sequence.move_to(SequenceState.RUNNING)
             self._running.add(sequence)
-            draft.add(sequence)
+            self._add(sequence, draft)
 
     def _make_room(self, sequence: Sequence) -> bool:
-        """Blocks for all known tokens of a running sequence, at the cost of later ones.
+        """Blocks for all tokens of a running sequence, at the cost of later ones.
 
         Returns:
             False if the sequence is itself the last of those that could give way, and did.
         """
-        missing = self._limits.num_blocks_for(len(sequence.token_ids)) - len(sequence.block_ids)
-        if missing == 0:
-            return True
-        if self._kept and missing > self._pool.num_free:
-            self._num_preempted += self._kept.take(missing - self._pool.num_free, but=sequence)
-        while missing > self._pool.num_free:
+        while (missing := self._blocks.num_missing(sequence)) > self._blocks.num_free:
+            if self._blocks.kept:
+                self._num_preempted += self._blocks.kept.take(missing, but=sequence)
+                continue
             victim = self._running.last
             self._preempt(victim)
             if victim is sequence:
                 return False
-        self._take_blocks(sequence, missing)
+        self._blocks.extend(sequence)
         return True
-
-    def _take_blocks(self, sequence: Sequence, count: int) -> None:
-        block_ids = self._pool.allocate(count)
-        assert block_ids is not None, f"{count} blocks wanted, {self._pool.num_free} free"
-        sequence.block_ids.extend(block_ids)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the waiting line, to its place by priority and arrival; its tokens will be computed again."""
@@ -266,32 +270,41 @@ class Scheduler:
             A row for each sequence that got a token, a vector or an error, and before those, rows with what is new of
             prompts' log-probabilities; none for sequences aborted meanwhile.
         """
-        assert plan is self._in_flight, "this plan is not in flight"
+        assert self._in_flight, "no plan is in flight"
+        step = self._in_flight[0]
+        assert plan is step.plan, "this plan is not the oldest in flight"
         assert len(result.sampled) == sum(chunk.samples for chunk in plan.chunks), "not one result a row that samples"
-        self._in_flight = None
+        self._in_flight.popleft()
         self._num_prompt_tokens = 0
+        self._num_cached_tokens_told, self._num_cached_tokens = self._num_cached_tokens, 0
         rows = take_scores(plan, result) if result.scored else []
         sampled = iter(result.sampled)
         for chunk in plan.chunks:
-            outcome = next(sampled) if chunk.samples else None
-            self._num_prompt_tokens += max(0, min(chunk.count, chunk.sequence.num_prompt_tokens - chunk.start))
-            if chunk.sequence.state is SequenceState.FINISHED:
+            sequence, outcome = chunk.sequence, next(sampled) if chunk.samples else None
+            self._num_prompt_tokens += max(0, min(chunk.count, sequence.num_prompt_tokens - chunk.start))
+            sequence.num_in_flight -= 1
+            sequence.num_pending_tokens -= chunk.samples
+            if sequence.state is SequenceState.FINISHED or outcome is None:
                 continue
-            chunk.sequence.num_computed_tokens += chunk.count
-            if isinstance(outcome, SampledToken):
-                rows.append(self._append(chunk.sequence, outcome))
+            if problem := find_fault(outcome, self._limits):
+                self._blocks.forget(sequence)
+                self._finish(sequence, "error")
+                rows.append(final_row(sequence, error=problem))
             elif isinstance(outcome, PooledVector):
-                self._finish(chunk.sequence, "stop")
-                rows.append(pooled_row(chunk.sequence, outcome))
-            elif isinstance(outcome, RowError):
-                self._finish(chunk.sequence, "error")
-                rows.append(final_row(chunk.sequence, error=outcome.message))
+                self._finish(sequence, "stop")
+                rows.append(pooled_row(sequence, outcome))
+            else:
+                assert isinstance(outcome, SampledToken)
+                rows.append(self._append(sequence, outcome))
+        for block_ids in step.left_behind:
+            self._blocks.release(block_ids)
         return rows
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> EngineCoreOutput:
         start = sequence.next_start
+        is_first = start == 0
         sequence.token_ids.append(sampled.token_id)
-        finish_reason, stop_reason = self._find_end(sequence)
+        finish_reason, stop_reason = find_end(sequence, self._limits)
         if finish_reason is not None:
             if sequence.is_resumable:
                 self._rest(sequence)
@@ -304,6 +317,7 @@ class Scheduler:
             logprobs=None if sampled.logprobs is None else [sampled.logprobs],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            num_cached_tokens=sequence.num_cached_tokens or 0 if is_first else 0,
             goes_on=sequence.is_resumable and finish_reason is not None,
         )
 
@@ -311,32 +325,24 @@ class Scheduler:
         """An answer of a session is over: it keeps its blocks until the next input comes or others need them."""
         self._running.remove(sequence)
         sequence.move_to(SequenceState.IDLE)
-        self._kept.add(sequence)
-
-    def _find_end(self, sequence: Sequence) -> tuple[FinishReason | None, int | None]:
-        """Whether the last token ends the sequence: finish reason, and the caller's stop token if it was one."""
-        params = sequence.params
-        token_id = sequence.token_ids[-1]
-        if sequence.num_output_tokens >= params.min_tokens:
-            if token_id in self._limits.eos_token_ids and not params.ignore_eos:
-                return "stop", None
-            if token_id in params.stop_token_ids:
-                return "stop", token_id
-        assert params.max_tokens is not None
-        if sequence.num_output_tokens >= params.max_tokens or len(sequence.token_ids) >= self._limits.max_model_len:
-            return "length", None
-        return None, None
+        self._blocks.kept.add(sequence)
 
     # ---------------------------------------------------------------------------------- observation
+
+    def reset_prefix_cache(self) -> None:
+        """Let no request find what was computed before now. What runs keeps what it has."""
+        self._blocks.forget_all()
 
     def stats(self) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            num_free_blocks=self._pool.num_free,
+            num_free_blocks=self._blocks.num_free,
             num_blocks=self._limits.num_blocks,
             num_preempted=self._num_preempted,
             num_prompt_tokens=self._num_prompt_tokens,
+            num_cached_tokens=self._num_cached_tokens_told,
+            num_cached_blocks=self._blocks.num_cached,
         )
 
     def check(self) -> None:
@@ -350,18 +356,23 @@ class Scheduler:
         for sequence in (*self._waiting, *self._running):
             assert self._sequences[sequence.request_id] is sequence
             assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.longest(sequence.pooling)
+        for sequence in (*self._waiting, *idle):
+            assert sequence.num_in_flight == sequence.num_pending_tokens == 0
         for sequence in self._waiting:
             assert sequence.state is SequenceState.WAITING
-        self._kept.check([*self._waiting, *idle], limits.block_size)
+        self._blocks.kept.check([*self._waiting, *idle], limits.block_size)
         assert len(self._running) <= limits.max_num_seqs
         for sequence in self._running:
             assert sequence.state is SequenceState.RUNNING
-            assert 0 <= sequence.num_computed_tokens < len(sequence.token_ids)
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= limits.longest(sequence.pooling)
             assert 0 < sequence.num_scored_tokens <= sequence.num_prompt_tokens
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * limits.block_size
-        self._pool.check(block_id for sequence in self._sequences.values() for block_id in sequence.block_ids)
-        if self._in_flight is not None:
-            self._check_plan(self._in_flight)
+            assert sequence.num_published_blocks <= len(sequence.block_ids)
+        left_behind = (block_ids for step in self._in_flight for block_ids in step.left_behind)
+        held = chain((sequence.block_ids for sequence in self._sequences.values()), left_behind)
+        self._blocks.check(chain.from_iterable(held))
+        for step in self._in_flight:
+            self._check_plan(step.plan)
 
     def _check_plan(self, plan: StepPlan) -> None:
         assert 0 < plan.num_tokens <= self._limits.max_num_batched_tokens
@@ -371,8 +382,7 @@ class Scheduler:
         for chunk in plan.chunks:
             sequence, end = chunk.sequence, chunk.start + chunk.count
             assert chunk.count > 0
-            assert chunk.start == sequence.num_computed_tokens
-            assert chunk.samples == (end == len(sequence.token_ids))
+            assert sequence.num_in_flight > 0
             if sequence.state is not SequenceState.FINISHED:
                 assert sequence.state is SequenceState.RUNNING
-                assert end <= len(sequence.block_ids) * self._limits.block_size
+                assert end <= sequence.num_computed_tokens <= len(sequence.block_ids) * self._limits.block_size

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Final
 
+from trio_llm.engine.scheduling.block_hash import NO_SALT, BlockHash
 from trio_llm.outputs import FinishReason
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
@@ -43,13 +44,14 @@ TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
 class Sequence:
     """One request in the engine.
 
-    Invariants (`Scheduler.check` asserts them): 0 <= num_computed_tokens < len(token_ids) while it runs;
-    len(block_ids) * block_size >= num_computed_tokens; blocks only while RUNNING, but for sessions, which keep theirs.
+    Invariants (`check_scheduler` asserts them): 0 <= num_computed_tokens < num_tokens while it runs and nothing of it
+    is in flight; len(block_ids) * block_size >= num_computed_tokens; blocks only while RUNNING, but for sessions, which
+    keep theirs.
     """
 
     request_id: str
     token_ids: list[int]
-    """Prompt, then what was generated."""
+    """Prompt, then what was generated and is known: see `num_pending_tokens`."""
     num_prompt_tokens: int
     """Of a session: all before the answer to its newest input."""
     params: SamplingParams
@@ -62,7 +64,11 @@ class Sequence:
     block_ids: list[int] = field(default_factory=list)
     """KV blocks, in the order of positions."""
     num_computed_tokens: int = 0
-    """Tokens whose K and V are in the cache."""
+    """Tokens whose K and V are in the cache, or will be when the steps in flight are through."""
+    num_pending_tokens: int = 0
+    """1 while a step in flight samples the next token, else 0. The token after it may be planned already."""
+    num_in_flight: int = 0
+    """Steps in flight that write into this sequence's blocks."""
     num_preemptions: int = 0
     """Times it lost its blocks and had to begin again."""
     finish_reason: FinishReason | None = None
@@ -75,6 +81,14 @@ class Sequence:
     """A session: it rests at the end of an answer, and goes on with the next input."""
     num_earlier_tokens: int = 0
     """Generated in answers to earlier inputs of a session."""
+    cache_root: BlockHash = NO_SALT
+    """What the chain of its blocks' hashes begins with: sequences with different ones share no blocks."""
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    """Of the full blocks of `token_ids`, as far as they were needed."""
+    num_published_blocks: int = 0
+    """Of `block_ids`, from the first: those that others can find, or could if they did not hold the same elsewhere."""
+    num_cached_tokens: int | None = None
+    """Tokens found in the cache when it was first admitted; None before."""
     pooling: PoolingParams | None = None
     """Set: nothing is sampled. The sequence is over, with one vector, when its last token is computed."""
 
@@ -84,9 +98,14 @@ class Sequence:
         return self.priority, self.arrival
 
     @property
+    def num_tokens(self) -> int:
+        """Tokens that are there when the steps in flight are through."""
+        return len(self.token_ids) + self.num_pending_tokens
+
+    @property
     def num_uncomputed_tokens(self) -> int:
-        """Known tokens whose K and V are not in the cache yet; the next token needs all of them."""
-        return len(self.token_ids) - self.num_computed_tokens
+        """Tokens whose K and V are not in the cache yet; the next token needs all of them."""
+        return self.num_tokens - self.num_computed_tokens
 
     @property
     def num_output_tokens(self) -> int:

@@ -5,6 +5,7 @@ Pure. Owned by the scheduler.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from trio_llm.engine.scheduling.blocks import BlockPool
@@ -59,16 +60,15 @@ class KeptBlocks:
             self._keepers.remove(sequence)
 
     def can_give(self, count: int, *, but: Sequence) -> bool:
-        """There are `count` blocks that others than `but` keep."""
-        for sequence in self._keepers:
-            if sequence is not but:
-                count -= len(sequence.block_ids)
-            if count <= 0:
-                return True
-        return False
+        """`take` from all but `but` would free `count` blocks: those that nobody else shares."""
+        others = [sequence for sequence in self._keepers if sequence is not but]
+        if sum(len(sequence.block_ids) for sequence in others) < count:
+            return False
+        num_kept = Counter(block_id for sequence in others for block_id in sequence.block_ids)
+        return sum(self._pool.num_holders(block_id) == held for block_id, held in num_kept.items()) >= count
 
     def take(self, count: int, *, but: Sequence) -> int:
-        """Free at least `count` blocks of others than `but`, or all there are; those of the latest first.
+        """Take blocks from others than `but`, the latest first, until `count` are free in all, or none is left.
 
         Returns:
             How many sequences have lost theirs.
@@ -76,18 +76,18 @@ class KeptBlocks:
         num_losers = 0
         # A copy: the queue changes.
         for sequence in reversed(list(self._keepers)):
-            if count <= 0:
+            if self._pool.num_free >= count:
                 break
             if sequence is not but:
-                count -= len(sequence.block_ids)
                 self._lose(sequence)
                 num_losers += 1
         return num_losers
 
     def _lose(self, sequence: Sequence) -> None:
         self._keepers.remove(sequence)
-        self._pool.free(sequence.block_ids)
+        self._pool.release(sequence.block_ids)
         sequence.block_ids = []
+        sequence.num_published_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
 
@@ -100,7 +100,7 @@ class KeptBlocks:
                 continue
             with_blocks.append(sequence)
             assert sequence.is_resumable, f"{sequence.request_id} holds blocks and does not run"
-            assert 0 < sequence.num_computed_tokens < len(sequence.token_ids)
+            assert 0 < sequence.num_computed_tokens < sequence.num_tokens
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * block_size
         assert {sequence.request_id for sequence in with_blocks} == {one.request_id for one in self._keepers}
         assert len(with_blocks) == len(self._keepers)

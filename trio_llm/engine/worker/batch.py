@@ -14,6 +14,7 @@ from torch import Tensor
 from trio_llm.engine.executor.base import ScheduledChunk, StepPlan
 from trio_llm.engine.models.paged_attention import AttentionBatch
 from trio_llm.engine.ops.attention import BLOCK_SIZE, AttentionRows
+from trio_llm.engine.scheduling.sequence import Sequence
 
 __all__ = ["Batch", "build_batch"]
 
@@ -26,6 +27,9 @@ class Batch:
     positions: Tensor  # int64[T]
     logits_rows: Tensor  # int64[B]
     attention: AttentionBatch
+    pending: tuple[tuple[int, Sequence], ...]
+    """Indices of `token_ids` that are 0 for now: the token that the step before samples for that sequence belongs
+    there."""
 
 
 def build_batch(plan: StepPlan, device: torch.device) -> Batch:
@@ -35,6 +39,7 @@ def build_batch(plan: StepPlan, device: torch.device) -> Batch:
     blocks: list[int] = []
     fresh: list[int] = []
     logits_rows: list[int] = []
+    pending: list[tuple[int, Sequence]] = []
     decode: dict[int, list[tuple[int, ScheduledChunk]]] = {}
     prefill: list[tuple[int, ScheduledChunk]] = []
 
@@ -42,6 +47,9 @@ def build_batch(plan: StepPlan, device: torch.device) -> Batch:
         table = chunk.sequence.block_ids
         first, end = len(token_ids), chunk.start + chunk.count
         token_ids += chunk.sequence.token_ids[chunk.start : end]
+        if chunk.follows_pending:
+            pending.append((len(token_ids), chunk.sequence))
+            token_ids.append(0)
         positions += range(chunk.start, end)
         blocks += (table[position // BLOCK_SIZE] for position in range(chunk.start, end))
         fresh += table[-(-chunk.start // BLOCK_SIZE) : -(-end // BLOCK_SIZE)]
@@ -63,7 +71,13 @@ def build_batch(plan: StepPlan, device: torch.device) -> Batch:
             + [_prefill_rows(first, chunk, device) for first, chunk in prefill]
         ),
     )
-    return Batch(_tensor(token_ids, device), position_tensor.to(device), _tensor(logits_rows, device), attention)
+    return Batch(
+        token_ids=_tensor(token_ids, device),
+        positions=position_tensor.to(device),
+        logits_rows=_tensor(logits_rows, device),
+        attention=attention,
+        pending=tuple(pending),
+    )
 
 
 def _decode_rows(group: list[tuple[int, ScheduledChunk]], device: torch.device) -> AttentionRows:

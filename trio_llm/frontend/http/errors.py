@@ -7,6 +7,8 @@ Starlette nor pydantic: the shell answers before they are loaded.
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ __all__ = [
     "RouteNotFoundError",
     "TransferCodingError",
     "invalid_fields_error",
+    "name_as_asked",
     "only_error",
     "reply_for",
 ]
@@ -134,6 +137,16 @@ def invalid_fields_error(error: ValidationError) -> InvalidRequestError:
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     return InvalidRequestError("; ".join(lines), _path(problems[0]["loc"]) or None)
+
+
+def name_as_asked(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+    """The error as the client understands it: `names` has what it calls our fields, where that is something else."""
+    if not names:
+        return error
+    text = str(error)
+    for ours, theirs in names.items():
+        text = re.sub(rf"\b{ours}\b", theirs, text)
+    return InvalidRequestError(text, names.get(error.param or "", error.param))
 
 
 def _problem(problem: Any) -> str:

@@ -5,15 +5,17 @@ Used by the routes. Remembers which requests run, so that a drain can end them p
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import trio
 
 from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.http.errors import name_as_asked
 from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout
 from trio_llm.frontend.text.assembly import PLAIN_VIEW, AnswerView, Assembler
 from trio_llm.outputs import RequestOutput
@@ -82,6 +84,8 @@ class Generation:
     timeout: RequestTimeout = NO_TIMEOUT
     view: AnswerView = PLAIN_VIEW
     """What its answer shows."""
+    param_names: Mapping[str, str] = field(default_factory=dict)
+    """What the client calls fields of `params`, where that is something else."""
 
     def assembler(self) -> Assembler:
         """What makes the outputs one answer."""
@@ -95,8 +99,9 @@ class Generation:
         `__anext__` takes nothing; it can be called again.
 
         Raises:
-            RequestTimeoutError: the request's time was over before it was admitted.
-            InvalidRequestError, EngineError: as `EngineClient.generate`, out of the block, alone or in a group.
+            RequestTimeoutError: the request's time was over before it was admitted; with several prompts, or before
+                they had all their answers.
+            InvalidRequestError, EngineError: as `EngineClient.generate`, on entering or by the iterator.
         """
         if len(self.prompts) > 1:
             choices = 1 if self.params.is_greedy else self.params.n
@@ -105,19 +110,30 @@ class Generation:
             async with self._open_one(0, self.request_id) as outputs:
                 yield outputs
             return
-        sender, receiver = trio.open_memory_channel[IndexedOutput](0)
-        async with trio.open_nursery() as nursery:
-            async with sender:
-                for index in range(len(self.prompts)):
-                    nursery.start_soon(self._forward, index, sender.clone())
-            async with receiver:
-                yield receiver
-            nursery.cancel_scope.cancel(reason="the reader of the outputs has left")
+        sender, receiver = trio.open_memory_channel[IndexedOutput | Exception](0)
+        # Errors come through the channel, too: raised in the nursery, they would cancel the reader in the middle of
+        # what it sends to its client.
+        with unwrap_single(), receiver:
+            async with trio.open_nursery() as nursery:
+                async with sender:
+                    for index in range(len(self.prompts)):
+                        nursery.start_soon(self._forward, index, sender.clone())
+                try:
+                    yield _Merged(receiver)
+                finally:
+                    nursery.cancel_scope.cancel(reason="the reader of the outputs has left")
 
-    async def _forward(self, index: int, sender: trio.MemorySendChannel[IndexedOutput]) -> None:
-        async with sender, self._open_one(index, f"{self.request_id}-{index}") as outputs:
-            async for output in outputs:
-                await sender.send(output)
+    async def _forward(self, index: int, sender: trio.MemorySendChannel[IndexedOutput | Exception]) -> None:
+        async with sender:
+            try:
+                async with self._open_one(index, f"{self.request_id}-{index}") as outputs:
+                    # All of it, and not only what the reader waits for: while that one sends, the time may end, and
+                    # what the engine drops then must not be sent again.
+                    with self.timeout.within():
+                        async for output in outputs:
+                            await sender.send(output)
+            except Exception as error:
+                await sender.send(error)
 
     @asynccontextmanager
     async def _open_one(self, index: int, request_id: str) -> AsyncIterator[AsyncIterator[IndexedOutput]]:
@@ -125,8 +141,11 @@ class Generation:
         try:
             async with AsyncExitStack() as stack:
                 stream = self.client.generate(self.prompts[index], self.params, request_id=request_id)
-                with self.timeout.within():  # also tells the engine when nobody reads any more
-                    await stack.enter_async_context(stream)
+                try:
+                    with self.timeout.within():  # also tells the engine when nobody reads any more
+                        await stack.enter_async_context(stream)
+                except InvalidRequestError as error:
+                    raise name_as_asked(error, self.param_names) from None
                 yield _Indexed(index, stream)
         finally:
             self.running.discard(request_id)
@@ -144,3 +163,19 @@ class _Indexed:
 
     async def __anext__(self) -> IndexedOutput:
         return self.index, await self.outputs.__anext__()
+
+
+@dataclass(slots=True)
+class _Merged:
+    """An iterator of what comes through a channel, which raises the errors among it."""
+
+    receiver: trio.MemoryReceiveChannel[IndexedOutput | Exception]
+
+    def __aiter__(self) -> _Merged:
+        return self
+
+    async def __anext__(self) -> IndexedOutput:
+        item = await self.receiver.__anext__()
+        if isinstance(item, Exception):
+            raise item
+        return item

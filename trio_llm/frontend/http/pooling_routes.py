@@ -17,6 +17,7 @@ from starlette.responses import Response
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.errors import name_as_asked
 from trio_llm.frontend.http.generation import RunningRequests, check_batch
 from trio_llm.frontend.http.incoming import Incoming, request_id_of, request_timeout
 from trio_llm.frontend.http.openai.pooling import (
@@ -150,9 +151,7 @@ class PoolingRoutes:
         try:
             return await self._client.encode(prompts[index], call.params, request_id=request_id)
         except InvalidRequestError as error:
-            if error.param == "prompt":
-                error.param = call.field
-            raise
+            raise name_as_asked(error, {"prompt": call.field}) from None
         finally:
             self._running.discard(request_id)
 

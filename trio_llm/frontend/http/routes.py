@@ -24,7 +24,7 @@ from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamRespon
 from trio_llm.frontend.http.generation import Generation, RunningRequests
 from trio_llm.frontend.http.incoming import Incoming, request_id_of, request_timeout
 from trio_llm.frontend.http.model_names import served_names
-from trio_llm.frontend.http.openai.chat import chat_params, parse_chat_request
+from trio_llm.frontend.http.openai.chat import chat_params, param_names, parse_chat_request
 from trio_llm.frontend.http.openai.completions import (
     MAX_PROMPTS,
     check_num_choices,
@@ -130,6 +130,7 @@ class _Routes:
             request_id=request_id,
             timeout=timeout,
             view=view,
+            param_names=param_names(request),
         )
         if not request.stream:
             return await _whole(generation, head, chat_answer)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.http.errors import name_as_asked
 from trio_llm.frontend.http.openai.fields import (
     NOT_SUPPORTED,
     CommonFields,
@@ -23,7 +24,7 @@ from trio_llm.frontend.rendering.messages import MAX_MESSAGES
 from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["ChatRequest", "chat_params", "parse_chat_request"]
+__all__ = ["ChatRequest", "chat_params", "param_names", "parse_chat_request"]
 
 MAX_TEMPLATE_KWARGS = 64
 
@@ -84,15 +85,18 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, float]) -> Sampling
         raise InvalidRequestError(
             f"top_logprobs must be an integer from 0 to {MAX_LOGPROBS}, not {quote(top)}", "top_logprobs"
         )
-    has_new_name = request.max_completion_tokens is not None
-    max_tokens = request.max_completion_tokens if has_new_name else request.max_tokens
+    max_tokens = request.max_completion_tokens
     try:
         return sampling_params(
-            request, max_tokens=max_tokens, logprobs=top if request.logprobs else None, defaults=defaults
+            request,
+            max_tokens=request.max_tokens if max_tokens is None else max_tokens,
+            logprobs=top if request.logprobs else None,
+            defaults=defaults,
         )
     except InvalidRequestError as error:
-        if has_new_name and error.param == "max_tokens":
-            raise InvalidRequestError(
-                str(error).replace("max_tokens", "max_completion_tokens", 1), "max_completion_tokens"
-            ) from None
-        raise
+        raise name_as_asked(error, param_names(request)) from None
+
+
+def param_names(request: ChatRequest) -> Mapping[str, str]:
+    """Fields of SamplingParams that the client has called otherwise, with its name for them."""
+    return {} if request.max_completion_tokens is None else {"max_tokens": "max_completion_tokens"}

@@ -1,0 +1,34 @@
+"""When a sequence ends: at a stop token, at its number of tokens, or at the model's length.
+
+Pure. Used by the scheduler.
+"""
+
+from __future__ import annotations
+
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.outputs import FinishReason
+
+__all__ = ["ends_with_pending", "find_end"]
+
+
+def find_end(sequence: Sequence, limits: SchedulerLimits) -> tuple[FinishReason | None, int | None]:
+    """Whether the last token ends the sequence: finish reason, and the caller's stop token if it was one."""
+    params = sequence.params
+    token_id = sequence.token_ids[-1]
+    if sequence.num_output_tokens >= params.min_tokens:
+        if token_id in limits.eos_token_ids and not params.ignore_eos:
+            return "stop", None
+        if token_id in params.stop_token_ids:
+            return "stop", token_id
+    assert params.max_tokens is not None
+    if sequence.num_output_tokens >= params.max_tokens or len(sequence.token_ids) >= limits.max_model_len:
+        return "length", None
+    return None, None
+
+
+def ends_with_pending(sequence: Sequence, limits: SchedulerLimits) -> bool:
+    """Whether the tokens in flight end the sequence, whatever they are. A stop token cannot be foreseen."""
+    assert sequence.params.max_tokens is not None
+    num_output_tokens = sequence.num_output_tokens + sequence.num_pending_tokens
+    return num_output_tokens >= sequence.params.max_tokens or sequence.num_tokens >= limits.max_model_len
