@@ -23,6 +23,14 @@ from trio_llm.frontend.http.openai.completions import (
 )
 from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, Neutral
 from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.http.openai.pooling import (
+    MAX_INPUTS,
+    POOLING_NOT_SUPPORTED,
+    EmbeddingRequest,
+    PoolingRequest,
+    ScoreRequest,
+    VectorFields,
+)
 from trio_llm.frontend.input_processor import MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
@@ -106,6 +114,33 @@ def test_a_refused_field_is_accepted_with_the_values_of_the_page_alone(
         for value in others:
             is_listed = any(type(one) is type(value) and one == value for one in accepted)
             assert table[name](value) == is_listed, value
+
+
+def test_the_fields_of_vectors_are_those_of_the_request_models() -> None:
+    table, refused = section("Fields of embeddings, pooled outputs and scores").split("These fields are refused")
+    models: dict[str, type[VectorFields]] = {
+        "embeddings": EmbeddingRequest, "pooling": PoolingRequest, "score": ScoreRequest
+    }  # fmt: skip
+    listed: dict[str, set[str]] = {path: set() for path in models}
+    for line in [line for line in table.splitlines() if line.startswith("| `")]:
+        names, paths = line.split(" | ")[:2]
+        for path in models if paths == "all" else paths.split(", "):
+            listed[path] |= set(re.findall("`(.*?)`", names))
+
+    assert listed == {path: set(model.model_fields) for path, model in models.items()}
+    assert f"up to {MAX_INPUTS} of such" in table
+    assert f"Together up to {MAX_INPUTS}" in table
+    accepted = {
+        line.split(" | ")[0].strip("| `"): [json.loads(text) for text in re.findall("`(.*?)`", line.split(" | ")[1])]
+        for line in refused.splitlines()
+        if line.startswith("| `")
+    }
+    assert set(accepted) == set(POOLING_NOT_SUPPORTED)
+    for name, values in accepted.items():
+        others: list[Any] = [True, False, -1, 0, 1, "", "native", "little", "float32", "big", [], {}, {"a": 1}]
+        for value in [None, *others]:
+            is_listed = value is None or any(type(one) is type(value) and one == value for one in values)
+            assert POOLING_NOT_SUPPORTED[name](value) == is_listed, (name, value)
 
 
 def test_the_limits_of_the_page_are_the_code_s() -> None:

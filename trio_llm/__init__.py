@@ -37,7 +37,8 @@ if TYPE_CHECKING:
     from trio_llm.frontend.http.host import serve
     from trio_llm.frontend.opening import open_llm
     from trio_llm.frontend.sessions import StreamingInput
-    from trio_llm.outputs import CompletionOutput, RequestOutput
+    from trio_llm.outputs import CompletionOutput, PoolingOutput, RequestOutput
+    from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import RequestOutputKind, SamplingParams
 
 _HOMES: Final = {
@@ -57,6 +58,8 @@ _HOMES: Final = {
     "ModelNotFoundError": "trio_llm.errors",
     "NotSupportedError": "trio_llm.errors",
     "OverloadedError": "trio_llm.errors",
+    "PoolingOutput": "trio_llm.outputs",
+    "PoolingParams": "trio_llm.pooling",
     "PromptTooLongError": "trio_llm.errors",
     "QueueFullError": "trio_llm.errors",
     "QueuedTokensError": "trio_llm.errors",
@@ -88,6 +91,8 @@ __all__ = [
     "ModelNotFoundError",
     "NotSupportedError",
     "OverloadedError",
+    "PoolingOutput",
+    "PoolingParams",
     "PromptTooLongError",
     "QueueFullError",
     "QueuedTokensError",

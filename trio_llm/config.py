@@ -63,6 +63,10 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """Requests whose prompt starts with this token fail alone, with an error of their own."""
     killer_prompt: int | None = None
     """A step with a request whose prompt starts with this token raises, as a lost device would."""
+    embedding_size: int = 8
+    """Numbers in an embedding. It is a fixed function of the prompt, as are the probabilities of classes."""
+    num_labels: int | None = None
+    """If set: a classifier with so many classes, which embeds and classifies, and does not generate."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -1,4 +1,4 @@
-"""What a stream yields: RequestOutput, CompletionOutput and their log-probabilities.
+"""What a stream yields: RequestOutput, CompletionOutput and their log-probabilities. PoolingOutput: a vector.
 
 Pure. Made by the output processor, read by routes and library callers. `gc=False`: they hold plain data and no cycles,
 and at thousands a second the garbage collector would take a tenth of the front end's time to find that out.
@@ -6,11 +6,12 @@ and at thousands a second the garbage collector would take a tenth of the front 
 
 from __future__ import annotations
 
+import struct
 from typing import Literal
 
 import msgspec
 
-__all__ = ["CompletionOutput", "FinishReason", "Logprob", "RequestOutput", "TokenLogprobs"]
+__all__ = ["CompletionOutput", "FinishReason", "Logprob", "PoolingOutput", "RequestOutput", "TokenLogprobs"]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -67,3 +68,20 @@ class RequestOutput(msgspec.Struct, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry a token of the prompt, None for the first: nothing comes before it. With DELTA in the first item of
     a choice alone, else in every item since they are known; None unless asked for."""
+
+
+class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
+    """One vector for one prompt."""
+
+    request_id: str
+    """The caller's id, or the one that was made for the caller."""
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    """Prompt tokens that the engine did not have to compute."""
+    data: bytes
+    """float32, little-endian, one number after the other."""
+
+    @property
+    def values(self) -> list[float]:
+        """The same as numbers: the embedding, or one for each class. Made anew each time."""
+        return list(struct.unpack(f"<{len(self.data) // 4}f", self.data))

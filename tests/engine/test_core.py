@@ -12,8 +12,10 @@ from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import StepPlan, StepResult
 from trio_llm.engine.executor.fake import load_fake
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
+    NO_SAMPLING,
     Abort,
     Ack,
     Continue,
@@ -39,6 +41,18 @@ def a_core(*, credit_steps: int = 1000, run_ahead: int | None = None, **fake: An
 def a_request(request_id: str = "r", prompt: list[int] | None = None, **fields: Any) -> EngineCoreRequest:
     params = SamplingParams(max_tokens=fields.pop("max_tokens", 3), seed=1)
     return EngineCoreRequest(request_id, [1, 2] if prompt is None else prompt, params, **fields)
+
+
+def a_pooling_request(
+    request_id: str = "r", prompt: list[int] | None = None, params: PoolingParams | None = None, **fields: Any
+) -> EngineCoreRequest:
+    return EngineCoreRequest(
+        request_id,
+        [1, 2] if prompt is None else prompt,
+        NO_SAMPLING,
+        pooling_params=params or PoolingParams(),
+        **fields,
+    )
 
 
 def run(core: EngineCore, *messages: Any) -> list[EngineCoreOutput]:
@@ -230,6 +244,13 @@ MESSAGES = st.one_of(
         priority=st.integers(-2, 2),
         output_token_ids=st.lists(st.integers(0, 256), max_size=3),
     ),
+    st.builds(
+        a_pooling_request,
+        st.sampled_from("abc"),
+        st.lists(st.integers(0, 300), max_size=40),
+        st.builds(PoolingParams, pooling=st.sampled_from([None, "last", "mean"]))
+        | st.just(PoolingParams(task="classify")),
+    ),
     st.builds(Abort, st.lists(st.sampled_from("abcd"), max_size=3)),
     st.builds(Ack, st.integers(-5, 50)),
     st.builds(UtilityCall, st.integers(0, 5), st.sampled_from(["ping", "check_scheduler", "x"]), st.just([])),
@@ -325,3 +346,58 @@ def test_an_input_before_the_answer_is_over_ends_its_session_alone() -> None:
 
 def test_an_input_for_no_session_is_nothing() -> None:
     assert run(a_core(), Continue("unknown", [1], PARAMS)) == []
+
+
+# ------------------------------------------------------------------------------------------- pooling
+
+
+def test_a_pooling_request_gets_one_row_with_its_vector_and_leaves_nothing() -> None:
+    core = a_core(embedding_size=5)
+
+    (row,) = run(core, a_pooling_request(prompt=list(range(50))))  # four steps of 16 tokens
+
+    assert (row.start, row.new_token_ids, row.finish_reason) == (0, [], "stop")
+    assert row.pooled is not None
+    assert len(row.pooled) == 5 * 4
+    assert core.stats.num_free_blocks == core.stats.num_blocks
+
+
+def test_a_prompt_without_an_answer_may_fill_the_context_and_no_more() -> None:
+    core = a_core()
+
+    (whole,) = run(core, a_pooling_request(prompt=[1] * 512))
+    (longer,) = run(core, a_pooling_request(prompt=[1] * 513))
+
+    assert whole.pooled
+    assert (longer.finish_reason, longer.pooled) == ("error", None)
+
+
+@pytest.mark.parametrize(
+    ("fake", "request_", "words"),
+    [
+        ({}, a_pooling_request(params=PoolingParams(task="classify")), "cannot classify"),
+        ({"num_labels": 3}, a_request(), "cannot generate"),
+        ({"num_labels": 3}, a_request(resumable=True), "cannot generate"),
+        ({}, a_pooling_request(resumable=True), "inputs that follow"),
+        ({}, a_pooling_request(output_token_ids=[1]), "tokens that were generated"),
+        ({}, a_pooling_request(prompt=[]), "no tokens"),
+        ({}, a_pooling_request(prompt=[256]), "outside"),
+    ],
+)
+def test_what_the_model_cannot_do_is_an_error_row_and_the_engine_goes_on(
+    fake: dict[str, Any], request_: EngineCoreRequest, words: str
+) -> None:
+    core = a_core(**fake)
+
+    (row,) = run(core, request_)
+
+    assert row.finish_reason == "error"
+    assert words in (row.error or "")
+    assert [one.finish_reason for one in run(core, a_pooling_request())] == ["stop"]
+
+
+def test_a_row_that_fails_ends_its_pooling_request_alone() -> None:
+    rows = run(a_core(failing_row_prompt=9), a_pooling_request("bad", [9, 1]), a_pooling_request("good"), a_request())
+
+    assert {row.request_id: row.finish_reason for row in rows} == {"bad": "error", "good": "stop", "r": "length"}
+    assert [row.request_id for row in rows if row.pooled] == ["good"]

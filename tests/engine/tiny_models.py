@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    BertConfig,
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
@@ -59,6 +62,19 @@ def save_model(folder: Path, config: Any = None, *, seed: int = 0) -> Path:
     """Write a model with random weights and a tokenizer of one-letter words; returns the folder."""
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config or CONFIGS["llama with grouped queries"])
+    return _save(folder, model)
+
+
+def save_classifier(folder: Path, config: Any, *, num_labels: int, seed: int = 0) -> Path:
+    """As `save_model`, with a head for classes in place of one for tokens."""
+    torch.manual_seed(seed)
+    config = copy.deepcopy(config)
+    config.num_labels = num_labels
+    config.pad_token_id = 0
+    return _save(folder, AutoModelForSequenceClassification.from_config(config))
+
+
+def _save(folder: Path, model: Any) -> Path:
     model.save_pretrained(folder)
     vocab = {f"t{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="t0"))
@@ -70,6 +86,13 @@ def save_model(folder: Path, config: Any = None, *, seed: int = 0) -> Path:
 def mamba_config() -> Any:
     """A model without attention."""
     return MambaConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, state_size=4)
+
+
+def bert_config() -> Any:
+    """An encoder: every token looks at all others."""
+    return BertConfig(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4
+    )
 
 
 def load(folder: Path, **settings: Any) -> TorchExecutor:

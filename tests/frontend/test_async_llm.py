@@ -559,7 +559,7 @@ async def test_what_needs_a_loaded_model_says_so_while_it_loads() -> None:
         await fake.llm.wait_until_ready()
 
         assert [*states, fake.llm.status.state] == ["loading", "ready"]
-        assert fake.llm.get_supported_tasks() == ("generate",)
+        assert fake.llm.get_supported_tasks() == ("generate", "embed", "score")
 
 
 async def test_many_rows_at_once_leave_room_for_other_tasks() -> None:

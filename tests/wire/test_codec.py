@@ -11,10 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_llm.errors import CodecError
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire import codec
 from trio_llm.wire.codec import decode_from_engine, decode_to_engine, encode
 from trio_llm.wire.messages import (
+    NO_SAMPLING,
     Abort,
     Ack,
     Continue,
@@ -55,6 +57,9 @@ TO_ENGINE: list[ToEngine] = [
     EngineCoreRequest("r-2", [0], SamplingParams()),
     EngineCoreRequest("r-3", [0], SamplingParams(), resumable=True),
     Continue("r-3", [1, 2], PARAMS, [[3, 4]]),
+    EngineCoreRequest("r-4", [0], NO_SAMPLING, pooling_params=PoolingParams(pooling="mean", normalize=False)),
+    EngineCoreRequest("r-5", [0], NO_SAMPLING, pooling_params=PoolingParams(task="classify")),
+    EngineCoreRequest("r-6", [0], NO_SAMPLING, pooling_params=PoolingParams()),
     Abort(["a", "b"]),
     Ack(2**40),
     UtilityCall(1, "ping", [None, True, -1, 0.5, "x"]),
@@ -69,6 +74,7 @@ FROM_ENGINE: list[FromEngine] = [
             EngineCoreOutput("r-2", 0, [], finish_reason="error", error="why"),
             EngineCoreOutput("r-3", 0, [], finish_reason="error", error="late", is_expired=True),
             EngineCoreOutput("r-4", 5, [1], finish_reason="length", goes_on=True),
+            EngineCoreOutput("r-5", 0, [], finish_reason="stop", pooled=b"\x00\x00\x80\x3f"),
         ],
         SchedulerStats(1, 2, 3, 4, 5, 6),
         [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no")],
@@ -214,3 +220,15 @@ def test_parameters_out_of_range_are_refused_on_the_engines_side_too() -> None:
 
     with pytest.raises(CodecError, match="temperature"):
         decode_to_engine(msgspec.msgpack.encode(fields))
+
+
+@pytest.mark.parametrize(
+    "params", [["sing"], ["embed", "first"], ["embed", "mean", 1], ["classify", "mean"], ["classify", None, False]]
+)
+def test_pooling_parameters_that_are_wrong_are_refused_on_the_engines_side_too(params: list[Any]) -> None:
+    fields = msgspec.to_builtins(EngineCoreRequest("r", [1], NO_SAMPLING, pooling_params=PoolingParams()))
+    assert decode_to_engine(msgspec.msgpack.encode(fields))
+    assert fields[-1] == ["embed", None, True], "the last field is the one to be damaged"
+
+    with pytest.raises(CodecError):
+        decode_to_engine(msgspec.msgpack.encode([*fields[:-1], params]))

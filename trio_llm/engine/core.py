@@ -14,6 +14,7 @@ from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import Executor, LaunchedStep, StepPlan
 from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.pooling import find_task_problem
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
@@ -168,6 +169,7 @@ class EngineCore:
                 is_resumable=request.resumable,
                 cache_root=salted(cache_salt=request.cache_salt),
                 num_earlier_tokens=request.num_earlier_tokens,
+                pooling=request.pooling_params,
             )
         )
 
@@ -186,8 +188,10 @@ class EngineCore:
             return f"the engine already runs a request {request.request_id!r}"
         if not request.prompt_token_ids:
             return "the prompt has no tokens"
-        if len(token_ids) >= info.max_model_len:
+        if len(token_ids) >= info.max_model_len + (request.pooling_params is not None):
             return f"{len(token_ids)} tokens leave no room for an answer within {info.max_model_len}"
+        if problem := find_task_problem(request, info):
+            return problem
         if request.resumable and request.params.prompt_logprobs is not None:
             return "prompt_logprobs are not for sessions"
         if problem := self._find_problem_with(token_ids, request.params, request.bad_words_token_ids):

@@ -20,17 +20,17 @@ from trio_llm.errors import (
     EngineGenerateError,
     EngineStartupError,
     EngineUnavailableError,
-    InvalidRequestError,
 )
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.engine_life import EngineLife
-from trio_llm.frontend.input_processor import InputProcessor, check_priority, make_internal_id
+from trio_llm.frontend.input_processor import InputProcessor, check_priority, check_request_id, make_internal_id
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
+from trio_llm.frontend.pooled import result_of
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.request_stream import GenerateStream
 from trio_llm.frontend.sessions import Session, StreamingInput, check_session_params
@@ -39,7 +39,9 @@ from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.frontend.utility_calls import UtilityCalls
-from trio_llm.sampling import SamplingParams, is_valid_text
+from trio_llm.outputs import PoolingOutput
+from trio_llm.pooling import PoolingParams
+from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import ModelConfig, Progress, Ready
 
 __all__ = ["AsyncLLM"]
@@ -47,7 +49,6 @@ __all__ = ["AsyncLLM"]
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S: Final = 10.0
-_MAX_REQUEST_ID_CHARS: Final = 256
 
 
 class AsyncLLM(EngineClient):
@@ -145,14 +146,30 @@ class AsyncLLM(EngineClient):
             admit = partial(self._admit, prompt, params, external_id, priority)
         return GenerateStream(external_id, admit, self._live.leave, self._live.resubmit)
 
+    async def encode(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> PoolingOutput:
+        external_id = request_id if request_id is not None else uuid.uuid4().hex
+        admit = partial(self._admit, prompt, params or PoolingParams(), external_id, priority)
+        async with GenerateStream(external_id, admit, self._live.leave, self._live.resubmit) as stream:
+            output = await anext(stream)
+        return result_of(output, is_draining=self._is_draining)
+
     async def _admit(
-        self, prompt: str | list[int], params: SamplingParams, external_id: str, priority: int
+        self, prompt: str | list[int], params: SamplingParams | PoolingParams, external_id: str, priority: int
     ) -> LiveRequest:
         arrived_s = trio.current_time()
-        _check_request_id(external_id)
+        check_request_id(external_id)
         self.check_admission()
         token_ids = await self.renderer.render_prompt(prompt)
-        bad_words = await self.renderer.render_bad_words(params.bad_words) if params.bad_words else []
+        bad_words: list[list[int]] = []
+        if isinstance(params, SamplingParams) and params.bad_words:
+            bad_words = await self.renderer.render_bad_words(params.bad_words)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
         # registered and queued for sending, or nothing of it is left.
@@ -170,7 +187,7 @@ class AsyncLLM(EngineClient):
     async def _admit_session(
         self, inputs: AsyncIterable[StreamingInput], params: SamplingParams, external_id: str, priority: int
     ) -> LiveRequest:
-        _check_request_id(external_id)
+        check_request_id(external_id)
         check_priority(priority)
         check_session_params(params)
         await trio.lowlevel.checkpoint()
@@ -375,12 +392,3 @@ class AsyncLLM(EngineClient):
     def _check_ready(self) -> None:
         if self._life.dead_error is not None or self._model_config is None:
             raise self._life.not_ready()
-
-
-def _check_request_id(external_id: str) -> None:
-    if not isinstance(external_id, str) or not 1 <= len(external_id) <= _MAX_REQUEST_ID_CHARS:
-        raise InvalidRequestError(
-            f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
-        )
-    if not is_valid_text(external_id):
-        raise InvalidRequestError("request_id has a lone surrogate, which is not valid text", "request_id")

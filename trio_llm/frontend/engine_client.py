@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 from trio_llm.errors import EngineDeadError, NotSupportedError
 from trio_llm.frontend.library import LibraryCalls
 from trio_llm.frontend.status import EngineStatus
-from trio_llm.outputs import RequestOutput
+from trio_llm.outputs import PoolingOutput, RequestOutput
 
 if TYPE_CHECKING:
     from trio_llm.config import EngineConfig
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from trio_llm.frontend.rendering.renderer import Renderer
     from trio_llm.frontend.sessions import StreamingInput
     from trio_llm.frontend.statistics.totals import EngineStatistics
+    from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import SamplingParams
     from trio_llm.wire.messages import ModelConfig
 
@@ -118,8 +119,28 @@ class EngineClient(LibraryCalls):
         Their readers get what was generated, with the finish reason `abort`.
         """
 
-    def encode(self, prompt: str | list[int], *, request_id: str | None = None) -> NoReturn:
-        """Embeddings and other pooled outputs."""
+    async def encode(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> PoolingOutput:
+        """One vector for one prompt (text or token ids): its embedding, or a number for each class.
+
+        The deadline of the cancel scopes around the caller goes with the request, as with `generate`.
+
+        Cancellation: safe; the request is aborted in the engine, which costs at most the step in flight.
+
+        Raises:
+            InvalidRequestError: the request can never work.
+            NotSupportedError: the model has no such task, or this client no such method.
+            OverloadedError: as much is unfinished as may be.
+            EngineUnavailableError: the engine is loading or draining, also if that ends a request that runs.
+            EngineGenerateError: this request failed, or was aborted by its id.
+            EngineDeadError: the engine is gone.
+        """
         self._refuse("encode")
 
     @abc.abstractmethod
@@ -189,7 +210,7 @@ class EngineClient(LibraryCalls):
 
     @abc.abstractmethod
     def get_supported_tasks(self) -> tuple[str, ...]:
-        """What the loaded model can do: `generate`, ... Raises as `model_config`."""
+        """What the loaded model can do: `generate`, `embed`, `classify`, `score`. Raises as `model_config`."""
 
     def is_tracing_enabled(self) -> bool:
         """Spans are recorded for requests."""

@@ -6,19 +6,29 @@ Pure but for the random seed and id suffix. Used by `AsyncLLM`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any, Final
 
 import msgspec
 
-from trio_llm.errors import InvalidRequestError, PromptTooLongError
+from trio_llm.errors import InvalidRequestError, NotSupportedError, PromptTooLongError
 from trio_llm.frontend.text.parallel_sampling import num_scorings
-from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import Continue, EngineCoreRequest, ModelConfig
+from trio_llm.pooling import PoolingParams
+from trio_llm.sampling import SamplingParams, is_valid_text
+from trio_llm.wire.messages import NO_SAMPLING, Continue, EngineCoreRequest, ModelConfig
 
-__all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "check_priority", "make_internal_id"]
+__all__ = [
+    "MAX_PROMPT_LOGPROBS",
+    "InputProcessor",
+    "check_num_scores",
+    "check_priority",
+    "check_request_id",
+    "check_task",
+    "make_internal_id",
+]
 
+_MAX_REQUEST_ID_CHARS: Final = 256
 MAX_PROMPT_LOGPROBS: Final = 128 * 1024
 """Log-probabilities of one request's prompts: about 20 MB of objects while the answer is put together."""
 
@@ -46,6 +56,28 @@ def check_priority(priority: int) -> None:
         raise InvalidRequestError("priority must be a 64-bit integer", "priority")
 
 
+def check_request_id(external_id: str) -> None:
+    """Raise InvalidRequestError if it is no id for a request."""
+    if not isinstance(external_id, str) or not 1 <= len(external_id) <= _MAX_REQUEST_ID_CHARS:
+        raise InvalidRequestError(
+            f"request_id must be a string of 1 to {_MAX_REQUEST_ID_CHARS} characters", "request_id"
+        )
+    if not is_valid_text(external_id):
+        raise InvalidRequestError("request_id has a lone surrogate, which is not valid text", "request_id")
+
+
+def check_task(tasks: Collection[str], task: str) -> None:
+    """
+    Args:
+        tasks: of the model.
+
+    Raises:
+        NotSupportedError: this one is not among them.
+    """
+    if task not in tasks:
+        raise NotSupportedError(f"the model that is served cannot {task}; it can {', '.join(tasks)}")
+
+
 def make_internal_id(external_id: str) -> str:
     """Unique for ever, while callers may use an id again whenever they like."""
     return f"{external_id}-{secrets.token_hex(4)}"
@@ -60,14 +92,14 @@ class InputProcessor:
     def process(
         self,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         *,
         request_id: str,
         priority: int = 0,
         deadline_s: float | None = None,
         bad_words_token_ids: list[list[int]] | None = None,
     ) -> EngineCoreRequest:
-        """Make the engine's request; `request_id` is the internal id.
+        """Make the engine's request; `request_id` is the internal id. For a vector, the prompt may fill the context.
 
         Args:
             bad_words_token_ids: `params.bad_words` in tokens, as `Renderer.render_bad_words` gives them.
@@ -75,7 +107,11 @@ class InputProcessor:
         Raises:
             InvalidRequestError: the prompt has no tokens, too many, or ids the model does not know; or the
                 parameters do not fit the model. `param` names the field.
+            NotSupportedError: the model has no such task.
         """
+        if isinstance(params, PoolingParams):
+            return self._process_pooling(prompt_token_ids, params, request_id, priority, deadline_s)
+        check_task(self._model.tasks, "generate")
         bad_words = bad_words_token_ids or []
         filled = self._check(prompt_token_ids, params, bad_words, num_earlier_tokens=0)
         check_priority(priority)
@@ -86,6 +122,26 @@ class InputProcessor:
             priority=priority,
             deadline_s=deadline_s,
             bad_words_token_ids=bad_words,
+        )
+
+    def _process_pooling(
+        self,
+        prompt_token_ids: list[int],
+        params: PoolingParams,
+        request_id: str,
+        priority: int,
+        deadline_s: float | None,
+    ) -> EngineCoreRequest:
+        check_task(self._model.tasks, params.task)
+        self._check_prompt(prompt_token_ids, 0, room=0)
+        check_priority(priority)
+        return EngineCoreRequest(
+            request_id,
+            prompt_token_ids,
+            NO_SAMPLING,
+            priority=priority,
+            deadline_s=deadline_s,
+            pooling_params=params,
         )
 
     def process_input(
@@ -148,11 +204,15 @@ class InputProcessor:
                     name,
                 )
 
-    def _check_prompt(self, token_ids: Any, num_earlier_tokens: int) -> None:
+    def _check_prompt(self, token_ids: Any, num_earlier_tokens: int, *, room: int = 1) -> None:
+        """
+        Args:
+            room: tokens that the prompt must leave for an answer.
+        """
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         num_tokens = num_earlier_tokens + len(token_ids)
-        if num_tokens >= self._model.max_model_len:
+        if num_tokens > self._model.max_model_len - room:
             raise PromptTooLongError(limit=self._model.max_model_len, num_prompt_tokens=num_tokens, max_tokens=None)
         # type() and not isinstance(): True is an int, but no token id.
         if any(type(token_id) is not int for token_id in token_ids):

@@ -14,8 +14,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from trio_llm.frontend.input_processor import check_task
 from trio_llm.frontend.mapping import MapResults, Prompts, open_map
-from trio_llm.outputs import RequestOutput
+from trio_llm.frontend.pooled import cosine, run_in_order
+from trio_llm.outputs import PoolingOutput, RequestOutput
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,6 +42,9 @@ class LibraryCalls(abc.ABC):
     def check_admission(self) -> None: ...
 
     @abc.abstractmethod
+    def get_supported_tasks(self) -> tuple[str, ...]: ...
+
+    @abc.abstractmethod
     def generate(
         self,
         prompt: str | list[int],
@@ -47,6 +53,16 @@ class LibraryCalls(abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
     ) -> RequestStream: ...
+
+    @abc.abstractmethod
+    async def encode(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> PoolingOutput: ...
 
     async def complete(
         self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any
@@ -92,6 +108,36 @@ class LibraryCalls(abc.ABC):
         """
         async with self.stream_chat(messages, _whole(params, fields), template_kwargs=template_kwargs) as stream:
             return await _only(stream)
+
+    async def embed(self, prompt: str | list[int], params: PoolingParams | None = None, **fields: Any) -> list[float]:
+        """The embedding of one prompt (text or token ids), of length 1 unless `normalize=False`.
+
+        Args:
+            fields: fields of PoolingParams, set in a copy of `params`: `await llm.embed("Once", pooling="mean")`.
+
+        Cancellation: safe; the request is aborted in the engine.
+
+        Raises:
+            NotSupportedError: the model makes no embeddings.
+            InvalidRequestError, EngineUnavailableError, EngineGenerateError, EngineDeadError: as `complete`.
+        """
+        return (await self.encode(prompt, _embedding(params, fields))).values
+
+    async def score(
+        self,
+        text_1: str | list[int],
+        text_2: str | list[int],
+        params: PoolingParams | None = None,
+        **fields: Any,
+    ) -> float:
+        """How alike two texts are to the model: the cosine of their embeddings, from -1 to 1.
+
+        Args, cancellation and errors: as `embed`; classifiers do not score. Both embeddings are made at the same time.
+        """
+        check_task(self.get_supported_tasks(), "score")
+        whole = _embedding(params, fields)
+        first, second = await run_in_order(lambda text: self.encode(text, whole), [text_1, text_2])
+        return cosine(first.values, second.values)
 
     def stream_chat(
         self,
@@ -225,6 +271,12 @@ def _whole(params: SamplingParams | None, fields: Mapping[str, Any]) -> Sampling
     """
     params = SamplingParams() if params is None else params
     return msgspec.structs.replace(params, **{**fields, "output_kind": RequestOutputKind.FINAL_ONLY})
+
+
+def _embedding(params: PoolingParams | None, fields: Mapping[str, Any]) -> PoolingParams:
+    """Parameters for an embedding. Raises as `_whole`."""
+    params = PoolingParams() if params is None else params
+    return msgspec.structs.replace(params, **{**fields, "task": "embed"})
 
 
 async def _only(stream: RequestStream) -> RequestOutput:

@@ -167,6 +167,8 @@ class OutputHandler:
             if row.state.num_deaths:
                 self._requests.is_cleared(row.state)
             self._recorder.tokens(row.state, request.clock, row.num_new_tokens, now_s)
+        if row.is_pooled:
+            self._recorder.vector(row.state)
         unread_bytes = request.collector.put(row.output) if row.output is not None else 0
         if row.is_dropped:
             self._requests.is_dropped(request)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from trio_llm.errors import EngineGenerateError
+from trio_llm.frontend.pooled import pooled_output
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from trio_llm.frontend.text.logprobs import make_token_logprobs
 from trio_llm.frontend.text.parallel_sampling import Family
@@ -85,6 +86,8 @@ class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
     """The engine's last row: the request is forgotten now."""
     is_dropped: bool = False
     """The engine has dropped it, uncomputed. It stays registered: its reader may send it again."""
+    is_pooled: bool = False
+    """The output has a vector, which is all that the reader waits for."""
 
 
 class OutputProcessor:
@@ -230,6 +233,8 @@ class OutputProcessor:
         try:
             if row.finish_reason == "error":
                 raise EngineGenerateError(row.error or "the engine ended the request without a reason")
+            if state.request.pooling_params is not None and is_gone:
+                return _take_vector(state, row)
             news = self._read(state, row)
         except Exception as error:
             return self._fail(state, error, is_gone=is_gone)
@@ -328,6 +333,12 @@ class OutputProcessor:
         if len(rows) < num_tokens:
             raise EngineGenerateError(f"the engine gave log-probabilities for {len(rows)} of {num_tokens} tokens")
         return [make_token_logprobs(row, self._table) for row in rows[:num_tokens]]
+
+
+def _take_vector(state: RequestState, row: EngineCoreOutput) -> ProcessedRow:
+    """A pooling request is over."""
+    output = pooled_output(state.external_id, state.num_prompt_tokens, row)
+    return ProcessedRow(state, output=output, finish_reason=row.finish_reason, is_gone=True, is_pooled=True)
 
 
 def _end_answer(state: RequestState, news: CompletionOutput) -> ProcessedRow:

@@ -26,6 +26,7 @@ from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
 from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR, AnsweringExecutor, read_text
 from trio_llm.testing.in_memory import InMemoryCoreClient
@@ -53,6 +54,8 @@ class FakeRequest:
     """Of the prompt. An id below 256 is a byte."""
     params: SamplingParams
     """With the defaults filled in."""
+    pooling: PoolingParams | None = None
+    """Set: it was for a vector, and `params` says nothing."""
     was_aborted: bool = False
     """The engine was told to stop: the reader left, or a stop string was found."""
 
@@ -199,6 +202,7 @@ class FakeLLM(AsyncLLM):
                 prompt=read_text(prompt),
                 token_ids=prompt,
                 params=message.params,
+                pooling=message.pooling_params,
             )
         elif isinstance(message, Abort):
             for request_id in self._requests.keys() & set(message.request_ids):

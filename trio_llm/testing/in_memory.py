@@ -99,7 +99,7 @@ class InMemoryCoreClient:
         self._has_output.set()
 
     def drop_next_frame(self) -> None:
-        """Lose the next message that has tokens."""
+        """Lose the next message that has tokens or a vector."""
         self._drops_next_tokens = True
 
     async def _turn(self) -> None:
@@ -130,7 +130,7 @@ class InMemoryCoreClient:
             self.inject(self.core.heartbeat())
 
     def _is_lost(self, outputs: EngineCoreOutputs) -> bool:
-        if not (self._drops_next_tokens and any(row.new_token_ids for row in outputs.outputs)):
+        if not (self._drops_next_tokens and any(row.new_token_ids or row.pooled for row in outputs.outputs)):
             return False
         self._drops_next_tokens = False
         return True

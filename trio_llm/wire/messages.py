@@ -9,12 +9,16 @@ generated for its request, so that repeats and gaps are told apart.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from trio_llm.outputs import FinishReason
-from trio_llm.sampling import SamplingParams
+from trio_llm.pooling import PoolingParams
+from trio_llm.sampling import RequestOutputKind, SamplingParams
 
 __all__ = [
+    "NO_SAMPLING",
     "Abort",
     "Ack",
     "Continue",
@@ -35,6 +39,9 @@ __all__ = [
     "UtilityResult",
 ]
 
+NO_SAMPLING: Final = SamplingParams(temperature=0, seed=0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
+"""Of pooling requests, so that whoever looks at sampling parameters finds some that ask for nothing."""
+
 PlainValue = None | bool | int | float | str
 """What arguments and results of utility calls are made of."""
 
@@ -47,13 +54,13 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True,
 
 
 class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
-    """Generate for one request."""
+    """Generate for one request, or pool its prompt to one vector."""
 
     request_id: str
     """Internal id: unique for ever."""
     prompt_token_ids: list[int]
     params: SamplingParams
-    """With `seed` and `max_tokens` filled in."""
+    """With `seed` and `max_tokens` filled in; `NO_SAMPLING` beside `pooling_params`."""
     priority: int = 0
     """Lower is earlier."""
     deadline_s: float | None = None
@@ -69,6 +76,8 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     num_earlier_tokens: int = 0
     """Of a session that goes on after a restart: what was generated in answers to earlier inputs, which are part of the
     prompt. Rows count from there."""
+    pooling_params: PoolingParams | None = None
+    """Set: the request is for a vector, and over when its prompt is computed."""
 
 
 class Continue(_Message, frozen=True, gc=False, tag="continue"):
@@ -142,6 +151,8 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     """The deadline passed before anything was computed; finish reason `error`. It may come again."""
     goes_on: bool = False
     """A session's: the finish reason is that of one answer, and the engine keeps the session for its next input."""
+    pooled: bytes | None = None
+    """The vector of a pooling request, in its one row: float32, little-endian. Finish reason `stop`."""
 
 
 class SchedulerStats(_Message, frozen=True, gc=False):
@@ -198,7 +209,7 @@ class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):
     device: str
     eos_token_ids: tuple[int, ...]
     tasks: tuple[str, ...]
-    """What the model can do: `generate`."""
+    """What the model can do: `generate`, `embed`, `classify`, and `score`, which compares embeddings."""
     versions: dict[str, str]
     """Of what computes: torch and others."""
     trained_len: int | None = None

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
-from trio_llm.engine.executor.base import Executor, RowError, SampledToken, ScheduledChunk, StepPlan
+from trio_llm.engine.executor.base import Executor, PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.engine.executor.fake import FakeExecutor, load_fake
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
@@ -39,7 +39,7 @@ def chunk(sequence: Sequence, start: int, count: int) -> ScheduledChunk:
     return ScheduledChunk(sequence, start, count, samples=start + count == len(sequence.token_ids))
 
 
-def run(executor: Executor, *chunks: ScheduledChunk) -> list[SampledToken | RowError]:
+def run(executor: Executor, *chunks: ScheduledChunk) -> list[SampledToken | PooledVector | RowError]:
     return list(executor.execute(StepPlan(chunks)).sampled)
 
 
@@ -306,7 +306,7 @@ def test_the_models_length_always_fits_the_cache(config: EngineConfig, num_block
     info = load_fake(config, lambda *_: None, model_dir="/some/where").info
 
     assert (info.num_blocks, info.block_size, info.max_model_len) == (num_blocks, 32, max_model_len)
-    assert (info.model_dir, info.device, info.tasks) == ("/some/where", "fake", ("generate",))
+    assert (info.model_dir, info.device, info.tasks) == ("/some/where", "fake", ("generate", "embed", "score"))
     assert info.logits_width == 256
 
 

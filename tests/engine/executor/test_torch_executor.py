@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.engine.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_config, save_model
 from trio_llm.config import EngineConfig
-from trio_llm.engine.executor.base import LaunchedStep, RowError, SampledToken, ScheduledChunk, StepPlan
+from trio_llm.engine.executor.base import LaunchedStep, PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
@@ -222,7 +222,7 @@ def test_no_end_token_comes_before_min_tokens_even_if_the_model_wants_it(
     assert stop not in tokens[:6]
 
 
-def run_once(executor: TorchExecutor, sequences: list[Sequence]) -> list[SampledToken | RowError]:
+def run_once(executor: TorchExecutor, sequences: list[Sequence]) -> list[SampledToken | PooledVector | RowError]:
     plan = StepPlan(tuple(ScheduledChunk(s, 0, len(s.token_ids), samples=True) for s in sequences))
     return list(executor.execute(plan).sampled)
 
@@ -273,7 +273,8 @@ def test_info_tells_what_was_loaded(executor: TorchExecutor, llama_dir: Path) ->
 
     assert (info.model_dir, info.device, info.dtype) == (str(llama_dir), "cpu", "float32")
     assert (info.num_blocks, info.block_size, info.max_model_len) == (64, 32, 256)
-    assert (info.logits_width, info.eos_token_ids, info.tasks) == (VOCABULARY, (EOS,), ("generate",))
+    assert (info.logits_width, info.eos_token_ids) == (VOCABULARY, (EOS,))
+    assert info.tasks == ("generate", "embed", "score")
     assert info.versions["torch"] == torch.__version__
 
 

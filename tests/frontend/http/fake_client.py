@@ -5,6 +5,7 @@ Used by the tests of the HTTP server. It has the contract of the real one as far
 
 from __future__ import annotations
 
+import struct
 from collections.abc import AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
@@ -20,7 +21,8 @@ from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.sessions import StreamingInput
 from trio_llm.frontend.status import EngineStatus
-from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, RequestOutput, TokenLogprobs
+from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, PoolingOutput, RequestOutput, TokenLogprobs
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import ModelConfig
 
@@ -70,7 +72,7 @@ MODEL_CONFIG = ModelConfig(
     dtype="float32",
     device="cpu",
     eos_token_ids=(2,),
-    tasks=("generate",),
+    tasks=("generate", "embed", "score"),
     versions={},
 )
 
@@ -120,6 +122,15 @@ class Asked:
         self.unfinished.update(range(self.params.n))
 
 
+@dataclass(frozen=True)
+class Pooled:
+    """One call of `encode`."""
+
+    request_id: str
+    prompt: str | list[int]
+    params: PoolingParams
+
+
 class FakeClient(EngineClient):
     """Every request plays `script`; `scripts` has priority and gives each request in turn its own."""
 
@@ -138,6 +149,11 @@ class FakeClient(EngineClient):
         self.entered = trio.Event()
         """A stream has been entered."""
         self.running: list[_FakeStream] = []
+        self.pooled: list[Pooled] = []
+        self.vectors: dict[int, list[float] | Exception | trio.Event] = {}
+        """By the first token of a prompt: what is pooled of it, or goes wrong, or is waited for. Else its length."""
+        self.num_pooling = 0
+        """Now."""
         self._idle = trio.Condition()
 
     @property
@@ -172,6 +188,33 @@ class FakeClient(EngineClient):
         script = self.scripts.pop(0) if self.scripts else self.script
         asked = Asked(request_id or "made-up", prompt, params or SamplingParams())
         return _FakeStream(self, asked, script)
+
+    async def encode(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> PoolingOutput:
+        await trio.lowlevel.checkpoint()
+        self.check_admission()
+        assert isinstance(prompt, list), "routes render"
+        if not prompt:
+            raise InvalidRequestError("the prompt has no tokens", "prompt")
+        self.pooled.append(Pooled(request_id or "made-up", prompt, params or PoolingParams()))
+        self.num_pooling += 1
+        try:
+            vector = self.vectors.get(prompt[0], [float(len(prompt)), 1.0])
+            if isinstance(vector, trio.Event):
+                await vector.wait()
+                vector = [0.0, 1.0]
+            if isinstance(vector, Exception):
+                raise vector
+        finally:
+            self.num_pooling -= 1
+        data = struct.pack(f"<{len(vector)}f", *vector)
+        return PoolingOutput(request_id or "made-up", len(prompt), self.num_cached_tokens, data)
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = {request_ids} if isinstance(request_ids, str) else set(request_ids)
@@ -228,7 +271,7 @@ class FakeClient(EngineClient):
         return False
 
     def get_supported_tasks(self) -> tuple[str, ...]:
-        return ("generate",)
+        return self.model_config.tasks
 
     def do_log_stats(self) -> None:
         raise NotImplementedError

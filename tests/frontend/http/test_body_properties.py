@@ -15,13 +15,23 @@ from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, parse_c
 from trio_llm.frontend.http.openai.completions import (
     CompletionRequest,
     completion_params,
-    completion_prompts,
     parse_completion_request,
 )
+from trio_llm.frontend.http.openai.pooling import (
+    PoolingRequest,
+    ScoreRequest,
+    pair_up,
+    parse_vector_request,
+    pooling_params,
+    score_params,
+)
+from trio_llm.frontend.http.openai.prompts import parse_prompts
 from trio_llm.frontend.rendering.messages import plain_messages
 
 FIELDS = sorted(
-    set(ChatRequest.model_fields) | set(CompletionRequest.model_fields) | {"n", "tools", "echo", "logit_bias"}
+    {"n", "tools", "echo", "logit_bias", "dimensions"}.union(
+        *(model.model_fields for model in (ChatRequest, CompletionRequest, PoolingRequest, ScoreRequest))
+    )
 )
 SCALARS = (
     st.none()
@@ -39,7 +49,13 @@ VALUES = st.recursive(
     ),
     max_leaves=6,
 )
-GOOD: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi"}
+GOOD: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Hi"}],
+    "prompt": "Hi",
+    "input": "Hi",
+    "text_1": "Hi",
+    "text_2": "Ho",
+}
 BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).map(lambda fields: {**GOOD, **fields})
 
 
@@ -50,7 +66,14 @@ def read(body: bytes) -> None:
     plain_messages(chat.messages)
     completion = parse_completion_request(fields)
     completion_params(completion, {}, room=100)
-    completion_prompts(completion.prompt, max_model_len=100)
+    parse_prompts(completion.prompt, name="prompt", most=1024, max_model_len=100)
+    del fields["messages"]
+    pooling = parse_vector_request(PoolingRequest, fields)
+    pooling_params(pooling, ("embed",))
+    parse_prompts(pooling.input, name="input", most=1024, max_model_len=100)
+    score = parse_vector_request(ScoreRequest, fields)
+    score_params(score)
+    pair_up(score)
 
 
 def check(body: bytes) -> None:

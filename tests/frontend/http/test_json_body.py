@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.frontend.http.fake_client import FakeClient
 from tests.frontend.http.server import CHAT, COMPLETION, open_server
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
-from trio_llm.frontend.http import json_body, routes
+from trio_llm.frontend.http import incoming, json_body
 from trio_llm.frontend.http.json_body import (
     BIG_BODY_BYTES,
     MAX_CONTAINERS,
@@ -22,9 +22,10 @@ from trio_llm.frontend.http.json_body import (
     MAX_STRINGS,
     parse_json_object,
 )
-from trio_llm.frontend.http.openai.completions import completion_prompts
+from trio_llm.frontend.http.openai.prompts import parse_prompts
 
 MIB = 1024 * 1024
+INPUT = {"input": "Once"}
 
 
 def listing(item: bytes, count: int) -> bytes:
@@ -136,16 +137,16 @@ async def test_big_bodies_are_read_in_a_worker_thread_and_small_ones_in_place(mo
         return parse_json_object(body, content_type)
 
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(routes, "parse_json_object", parse)
+    monkeypatch.setattr(incoming, "parse_json_object", parse)
     async with open_server(FakeClient()) as server:
-        for base, path in ((CHAT, "/v1/chat/completions"), (COMPLETION, "/v1/completions")):
+        for base, path in ((CHAT, "/v1/chat/completions"), (COMPLETION, "/v1/completions"), (INPUT, "/v1/embeddings")):
             for size in (BIG_BODY_BYTES, BIG_BODY_BYTES + 1):
                 body = json.dumps(base).encode().ljust(size)
                 reply = await server.call("POST", path, body, {"content-type": "application/json"})
                 assert reply.status == 200
 
     here = threading.current_thread()
-    assert [thread is here for thread in threads] == [True, False] * 2
+    assert [thread is here for thread in threads] == [True, False] * 3
 
 
 async def test_a_big_body_that_is_refused_is_a_400() -> None:
@@ -161,16 +162,16 @@ async def test_a_big_body_that_is_refused_is_a_400() -> None:
 def test_a_prompt_longer_than_the_context_is_refused_by_its_length_alone(prompt: list[Any]) -> None:
     # None is no id: whoever looked at the ids would complain of that.
     with pytest.raises(PromptTooLongError, match="maximum context length is 100 tokens, but the prompt has 100"):
-        completion_prompts(prompt, max_model_len=100)
+        parse_prompts(prompt, name="prompt", most=1024, max_model_len=100)
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, "1", None, -1, 2**31, 2**70])
 def test_the_id_at_fault_is_named_wherever_it_stands(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompt: .* is not a token id") as caught:
-        completion_prompts([1, 2, wrong, 3], max_model_len=100)
+        parse_prompts([1, 2, wrong, 3], name="prompt", most=1024, max_model_len=100)
 
     assert caught.value.param == "prompt"
-    assert completion_prompts([0, 2**31 - 1], max_model_len=100) == [[0, 2**31 - 1]]
+    assert parse_prompts([0, 2**31 - 1], name="prompt", most=1024, max_model_len=100) == [[0, 2**31 - 1]]
 
 
 async def test_the_models_length_is_the_limit_of_a_prompt() -> None:

@@ -202,6 +202,9 @@ async def test_the_openapi_document_describes_every_path_and_resolves() -> None:
     assert set(document["paths"]) == {
         "/v1/chat/completions",
         "/v1/completions",
+        "/v1/embeddings",
+        "/pooling",
+        "/score",
         "/v1/models",
         "/v1/models/{name}",
         "/health",
@@ -210,4 +213,6 @@ async def test_the_openapi_document_describes_every_path_and_resolves() -> None:
     }
     references = [part.split('"')[0] for part in reply.body.decode().split('"$ref":"#/components/schemas/')[1:]]
     assert set(references) <= set(document["components"]["schemas"])
-    assert {"ChatRequest", "CompletionRequest", "Error"} <= set(references)
+    assert {"ChatRequest", "CompletionRequest", "EmbeddingRequest", "PoolingRequest", "ScoreRequest", "Error"} <= set(
+        references
+    )

@@ -16,6 +16,7 @@ from trio_llm.wire.messages import LogprobRow, ModelConfig
 __all__ = [
     "Executor",
     "LaunchedStep",
+    "PooledVector",
     "ProgressCallback",
     "RowError",
     "SampledToken",
@@ -33,7 +34,13 @@ class ScheduledChunk:
     start: int
     count: int
     samples: bool
-    """The chunk reaches the last token: the next one is sampled from its last row."""
+    """The chunk reaches the last token: the next one is sampled from its last row, or the sequence is pooled."""
+
+    @property
+    def needs_logits(self) -> bool:
+        """The model's head runs over the last row. An embedding is made without it."""
+        pooling = self.sequence.pooling
+        return self.samples and (pooling is None or pooling.task == "classify")
 
     @property
     def follows_pending(self) -> bool:
@@ -72,6 +79,14 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
+class PooledVector:
+    """What a pooling sequence is computed for."""
+
+    data: bytes
+    """float32, little-endian; every number is finite."""
+
+
+@dataclass(frozen=True, slots=True)
 class RowError:
     """This row failed; the others of the step are fine."""
 
@@ -80,8 +95,8 @@ class RowError:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    sampled: tuple[SampledToken | RowError, ...]
-    """One a chunk with `samples`, in the plan's order."""
+    sampled: tuple[SampledToken | PooledVector | RowError, ...]
+    """One a chunk with `samples`, in the plan's order; vectors are for pooling sequences, tokens for all others."""
     scored: tuple[list[LogprobRow], ...] = ()
     """One a chunk with `scored` positions, in the plan's order; one row a position."""
 
@@ -112,7 +127,8 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Begin to compute the plan's tokens, to write their K and V into the blocks, to sample and score where asked.
+        """Begin to compute the plan's tokens, to write their K and V into the blocks, to sample, pool and score where
+        asked.
 
         The step before may be under way still; its results are not needed on the host: a token that it samples and
         that this plan computes (`ScheduledChunk.follows_pending`) is taken on the device.

@@ -18,6 +18,7 @@ from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.base import (
     Executor,
     LaunchedStep,
+    PooledVector,
     ProgressCallback,
     RowError,
     SampledToken,
@@ -25,8 +26,10 @@ from trio_llm.engine.executor.base import (
     StepPlan,
     StepResult,
 )
+from trio_llm.engine.executor.fake_vectors import fake_vector
 from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.pooling import PoolingParams
 from trio_llm.version import __version__
 from trio_llm.wire.messages import LogprobRow, ModelConfig
 
@@ -118,7 +121,7 @@ class FakeExecutor(Executor):
             dtype="none",
             device="fake",
             eos_token_ids=fake.eos_token_ids,
-            tasks=("generate",),
+            tasks=("generate", "embed", "score") if fake.num_labels is None else ("embed", "classify"),
             versions={"trio_llm": __version__, "python": platform.python_version()},
         )
 
@@ -216,12 +219,21 @@ class FakeExecutor(Executor):
 
     # ---------------------------------------------------------------------------------------- tokens
 
-    def _sample(self, chunk: ScheduledChunk) -> SampledToken | RowError:
+    def _sample(self, chunk: ScheduledChunk) -> SampledToken | PooledVector | RowError:
         sequence, memory = chunk.sequence, self._memories[chunk.sequence]
+        if sequence.pooling is not None:
+            return self._pool(sequence, sequence.pooling, memory)
         position = chunk.start + chunk.count
         outcome = self._find_fault(sequence) or self._sample_well(sequence, position, memory)
         memory.sampled = position, outcome.token_id if isinstance(outcome, SampledToken) else 0
         return outcome
+
+    def _pool(self, sequence: Sequence, pooling: PoolingParams, memory: _Memory) -> PooledVector | RowError:
+        if fault := self._find_fault(sequence):  # there is no vector that is as wrong as token -1
+            return fault if isinstance(fault, RowError) else RowError("the fake device has computed no numbers")
+        size = self._fake.embedding_size if pooling.task == "embed" else self._fake.num_labels
+        assert size is not None, f"{sequence.request_id}: this fake has no classes"
+        return fake_vector(memory.digests[-1], pooling, size)
 
     def _sample_well(self, sequence: Sequence, position: int, memory: _Memory) -> SampledToken | RowError:
         index = position - sequence.num_prompt_tokens

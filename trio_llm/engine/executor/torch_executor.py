@@ -17,6 +17,7 @@ from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.executor.base import (
     Executor,
     LaunchedStep,
+    PooledVector,
     ProgressCallback,
     RowError,
     SampledToken,
@@ -24,7 +25,8 @@ from trio_llm.engine.executor.base import (
     StepPlan,
     StepResult,
 )
-from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates, load_causal_lm
+from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates
+from trio_llm.engine.models.classifier import SequenceClassifier, load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.ops.attention import BLOCK_SIZE
 from trio_llm.engine.sampling.logprobs import logprob_rows
@@ -33,10 +35,12 @@ from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.worker.batch import Batch, build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
 from trio_llm.engine.worker.machine import usable_cpus
+from trio_llm.engine.worker.pooler import Pooler
 from trio_llm.errors import EngineStartupError
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.version import __version__
-from trio_llm.wire.messages import LogprobRow, ModelConfig
+from trio_llm.wire.messages import NO_SAMPLING, LogprobRow, ModelConfig
 
 __all__ = ["TorchExecutor", "load_torch"]
 
@@ -59,6 +63,7 @@ class TorchExecutor(Executor):
 
     def __init__(self, model: CausalLM, cache: CachePlan, *, model_dir: str) -> None:
         self._model = model
+        self._pooler = Pooler(model.probabilities if isinstance(model, SequenceClassifier) else None)
         self._num_blocks = cache.num_blocks
         self._kv = allocate_kv_cache(cache.num_blocks, model.kv_shape, model.device)
         self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=model.device)
@@ -74,7 +79,7 @@ class TorchExecutor(Executor):
             dtype=str(model.kv_shape.dtype).removeprefix("torch."),
             device=str(model.device),
             eos_token_ids=model.eos_token_ids,
-            tasks=("generate",),
+            tasks=model.tasks,
             sampling_defaults=model.sampling_defaults,
             versions={
                 "trio_llm": __version__,
@@ -91,7 +96,7 @@ class TorchExecutor(Executor):
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Compute the plan's tokens; sample and score where asked.
+        """Compute the plan's tokens; sample, pool and score where asked.
 
         A row without a finite score, or without any token left to choose, is a `RowError`.
 
@@ -104,17 +109,26 @@ class TorchExecutor(Executor):
         self._fill_in_pending(batch)
         inputs = batch.token_ids, batch.positions, batch.logits_rows
         scored: tuple[list[LogprobRow], ...] = ()
-        if any(chunk.sequence.params.prompt_logprobs is not None and chunk.scored for chunk in plan.chunks):
+        hidden = None
+        scores = any(chunk.sequence.params.prompt_logprobs is not None and chunk.scored for chunk in plan.chunks)
+        if scores or self._pooler.needs_hidden(plan):
             logits, hidden = self._model.forward_and_keep(*inputs, kv=self._kv, attention=batch.attention)
-            scored = self._score(plan, hidden)
+            scored = self._score(plan, hidden) if scores else ()
         else:
             logits = self._model.forward(*inputs, kv=self._kv, attention=batch.attention)
-        sampling = [chunk for chunk in plan.chunks if chunk.samples]
+        ends = [chunk for chunk in plan.chunks if chunk.samples]
+        sampling = [chunk for chunk in ends if chunk.sequence.pooling is None]
         rows = [sampling_row(chunk.sequence, chunk.start + chunk.count, self._info.eos_token_ids) for chunk in sampling]
-        results: list[SampledToken | RowError] = sample(logits, rows) if rows else []
-        token_ids = [outcome.token_id if isinstance(outcome, SampledToken) else 0 for outcome in results]
+        # A model samples or classifies: all rows of logits are for one of the two.
+        sampled: list[SampledToken | RowError] = sample(logits, rows) if rows else []
+        token_ids = [outcome.token_id if isinstance(outcome, SampledToken) else 0 for outcome in sampled]
         self._sampled_ids = torch.tensor(token_ids, dtype=torch.int64, device=self._model.device)
         self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(sampling)}
+        tokens = iter(sampled)
+        vectors = iter(self._pooler.pool(plan, None if hidden is None else hidden.tokens, logits))
+        results: list[SampledToken | PooledVector | RowError] = [
+            next(tokens) if chunk.sequence.pooling is None else next(vectors) for chunk in ends
+        ]
         return _TorchStep(StepResult(tuple(results), scored))
 
     def _fill_in_pending(self, batch: Batch) -> None:
@@ -155,8 +169,9 @@ class TorchExecutor(Executor):
             request_id="warm-up",
             token_ids=[0] * _WARM_UP_TOKENS,
             num_prompt_tokens=_WARM_UP_TOKENS,
-            params=SamplingParams(seed=0),
+            params=SamplingParams(seed=0) if "generate" in self._info.tasks else NO_SAMPLING,
             block_ids=[self._num_blocks],
+            pooling=None if "generate" in self._info.tasks else PoolingParams(task="classify"),
         )
         prompt = _WARM_UP_TOKENS - 1
         self.execute(StepPlan((ScheduledChunk(sequence, 0, prompt, samples=False),)))
@@ -177,7 +192,7 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
     if device.type == "cpu":
         # torch counts the machine's processors, a container may own only some of them: too many threads crawl.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
-    model = load_causal_lm(model_dir, dtype=config.dtype, device=device)
+    model = load_model(model_dir, dtype=config.dtype, device=device)
     progress("load", 1, _LOAD_STAGES)
     cache = plan_kv_cache(
         config,

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Final
 
 import torch
 import transformers
@@ -29,7 +30,7 @@ from trio_llm.engine.models.paged_attention import (
 )
 from trio_llm.errors import EngineStartupError
 
-__all__ = ["CausalLM", "HiddenStates", "KVShape", "load_causal_lm"]
+__all__ = ["CausalLM", "HiddenStates", "KVShape", "ModelKind", "load_causal_lm"]
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -57,6 +58,12 @@ class HiddenStates:
     base_output: Any
     """Of the model without its head; `last_hidden_state` is [1, T, hidden]."""
 
+    @property
+    def tokens(self) -> Tensor:
+        """[T, hidden], in the model's dtype."""
+        states: Tensor = self.base_output.last_hidden_state[0]
+        return states
+
 
 class CausalLM:
     """A loaded model. Not thread-safe: one step at a time.
@@ -64,6 +71,8 @@ class CausalLM:
     Raises:
         EngineStartupError: a probe shows that the model does something that the paged cache cannot hold.
     """
+
+    tasks: ClassVar[tuple[str, ...]] = ("generate", "embed", "score")
 
     def __init__(self, model: nn.Module, *, model_dir: Path) -> None:
         self._model = model
@@ -85,7 +94,7 @@ class CausalLM:
     def eos_token_ids(self) -> tuple[int, ...]:
         """Every end-of-sequence id that the generation configuration or the model's own names, sorted."""
         found: set[int] = set()
-        for source in (self._model.generation_config, self._model.config, self.config):
+        for source in (getattr(self._model, "generation_config", None), self._model.config, self.config):
             ids = getattr(source, "eos_token_id", None)
             found.update([ids] if isinstance(ids, int) else ids or ())
         return tuple(sorted(i for i in found if 0 <= i < self.logits_width))
@@ -201,7 +210,27 @@ class CausalLM:
         return KVShape(num_layers, num_kv_heads, key_dim, self._model.dtype), logits.shape[-1]
 
 
-def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device) -> CausalLM:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelKind:
+    """Models with one sort of head."""
+
+    auto_class: Any
+    """transformers' class that loads them."""
+    mapping: Any
+    """Its table: classes by configuration."""
+    name: str
+    wrap: Callable[..., CausalLM]
+
+
+_CAUSAL_LMS: Final = ModelKind(
+    auto_class=AutoModelForCausalLM,
+    mapping=MODEL_FOR_CAUSAL_LM_MAPPING,
+    name="a causal language model",
+    wrap=CausalLM,
+)
+
+
+def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device, kind: ModelKind = _CAUSAL_LMS) -> CausalLM:
     """Read a model from a directory in Hugging Face form. Runs no code from it and reads no pickles.
 
     Args:
@@ -216,9 +245,9 @@ def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device) -> Ca
         config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     except Exception as error:
         raise EngineStartupError(f"MODEL {str(model_dir)!r}: cannot read config.json: {_first_line(error)}") from error
-    _check_config(config, model_dir)
+    _check_config(config, model_dir, kind)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = kind.auto_class.from_pretrained(
             model_dir,
             config=config,
             dtype="auto" if dtype == "auto" else getattr(torch, dtype),
@@ -243,21 +272,21 @@ def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device) -> Ca
         raise EngineStartupError(
             f"MODEL {str(model_dir)!r} does not fit into the memory of {device}: {_first_line(error)}"
         ) from error
-    return CausalLM(model, model_dir=model_dir)
+    return kind.wrap(model, model_dir=model_dir)
 
 
-def _check_config(config: Any, model_dir: Path) -> None:
+def _check_config(config: Any, model_dir: Path, kind: ModelKind) -> None:
     """Refuse what can be told from the configuration alone, before any weight is read."""
     text_config = config.get_text_config()
     if getattr(config, "quantization_config", None):
         raise _refuse(model_dir, "its weights are quantised")
     if config.is_encoder_decoder:
         raise _refuse(model_dir, "it has an encoder")
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    model_class = kind.mapping.get(type(config), None)
     if isinstance(model_class, tuple):
         model_class = model_class[0]
     if model_class is None:
-        raise _refuse(model_dir, f"{config.model_type!r} is not a causal language model")
+        raise _refuse(model_dir, f"{config.model_type!r} is not {kind.name}")
     if not getattr(model_class, "_supports_attention_backend", False):
         raise _refuse(model_dir, f"transformers does not let the attention of {config.model_type!r} be replaced")
     if strange := set(getattr(text_config, "layer_types", None) or ()) - _KNOWN_LAYERS:

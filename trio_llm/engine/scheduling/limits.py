@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trio_llm.config import EngineConfig
+from trio_llm.pooling import PoolingParams
 from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["SchedulerLimits"]
@@ -54,6 +55,10 @@ class SchedulerLimits:
     def num_spare_blocks(self) -> int:
         """Blocks that admission leaves free while others run, so that their next tokens preempt nobody at once."""
         return max(1, self.num_blocks // 64)
+
+    def longest(self, pooling: PoolingParams | None) -> int:
+        """Known tokens of a sequence that can go on are fewer: one that is pooled leaves no room for an answer."""
+        return self.max_model_len + (pooling is not None)
 
     def num_blocks_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from trio_llm.engine.executor.base import RowError, SampledToken, StepPlan, StepResult
+from trio_llm.engine.executor.base import PooledVector, RowError, SampledToken, StepPlan, StepResult
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 from trio_llm.wire.messages import EngineCoreOutput
@@ -48,11 +48,11 @@ def final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool 
     )
 
 
-def find_fault(outcome: SampledToken | RowError, limits: SchedulerLimits) -> str | None:
+def find_fault(outcome: SampledToken | PooledVector | RowError, limits: SchedulerLimits) -> str | None:
     """Why a row cannot go on, or None."""
     if isinstance(outcome, RowError):
         return outcome.message
-    if not 0 <= outcome.token_id < limits.logits_width:
+    if isinstance(outcome, SampledToken) and not 0 <= outcome.token_id < limits.logits_width:
         return (
             f"the model gave token {outcome.token_id}, which is outside 0 to {limits.logits_width - 1}; "
             "this request cannot go on"

@@ -15,9 +15,10 @@ from collections import deque
 from collections.abc import Iterator
 from itertools import chain
 
-from trio_llm.engine.executor.base import SampledToken, StepPlan, StepResult
+from trio_llm.engine.executor.base import PooledVector, SampledToken, StepPlan, StepResult
 from trio_llm.engine.scheduling.draft import Draft, StepInFlight
 from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.pooling import pooled_row
 from trio_llm.engine.scheduling.rows import final_row, find_fault, take_scores
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
 from trio_llm.engine.scheduling.sequence_blocks import SequenceBlocks
@@ -71,7 +72,7 @@ class Scheduler:
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the waiting line. Tokens beyond its prompt count as generated before."""
         assert sequence.request_id not in self._sequences, f"{sequence.request_id} is here already"
-        assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids) < self._limits.max_model_len
+        assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids) < self._limits.longest(sequence.pooling)
         assert sequence.params.max_tokens is not None, f"{sequence.request_id}: max_tokens is not filled in"
         assert sequence.num_output_tokens < sequence.params.max_tokens
         assert sequence.state is SequenceState.WAITING
@@ -266,8 +267,8 @@ class Scheduler:
         """Take in what the plan in flight gave: new tokens, ended sequences.
 
         Returns:
-            A row for each sequence that got a token or an error, and before those, rows with what is new of prompts'
-            log-probabilities; none for sequences aborted meanwhile.
+            A row for each sequence that got a token, a vector or an error, and before those, rows with what is new of
+            prompts' log-probabilities; none for sequences aborted meanwhile.
         """
         assert self._in_flight, "no plan is in flight"
         step = self._in_flight[0]
@@ -289,6 +290,9 @@ class Scheduler:
                 self._blocks.forget(sequence)
                 self._finish(sequence, "error")
                 rows.append(final_row(sequence, error=problem))
+            elif isinstance(outcome, PooledVector):
+                self._finish(sequence, "stop")
+                rows.append(pooled_row(sequence, outcome))
             else:
                 assert isinstance(outcome, SampledToken)
                 rows.append(self._append(sequence, outcome))
@@ -351,7 +355,7 @@ class Scheduler:
         assert len(self._waiting) + len(self._running) + len(idle) == len(self._sequences), "a sequence is lost"
         for sequence in (*self._waiting, *self._running):
             assert self._sequences[sequence.request_id] is sequence
-            assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.max_model_len
+            assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.longest(sequence.pooling)
         for sequence in (*self._waiting, *idle):
             assert sequence.num_in_flight == sequence.num_pending_tokens == 0
         for sequence in self._waiting:
@@ -360,7 +364,7 @@ class Scheduler:
         assert len(self._running) <= limits.max_num_seqs
         for sequence in self._running:
             assert sequence.state is SequenceState.RUNNING
-            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= limits.max_model_len
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= limits.longest(sequence.pooling)
             assert 0 < sequence.num_scored_tokens <= sequence.num_prompt_tokens
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * limits.block_size
             assert sequence.num_published_blocks <= len(sequence.block_ids)

@@ -14,6 +14,7 @@ from typing import Final
 
 from trio_llm.engine.scheduling.block_hash import NO_SALT, BlockHash
 from trio_llm.outputs import FinishReason
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 
 __all__ = ["TRANSITIONS", "Sequence", "SequenceQueue", "SequenceState"]
@@ -88,6 +89,8 @@ class Sequence:
     """Of `block_ids`, from the first: those that others can find, or could if they did not hold the same elsewhere."""
     num_cached_tokens: int | None = None
     """Tokens found in the cache when it was first admitted; None before."""
+    pooling: PoolingParams | None = None
+    """Set: nothing is sampled. The sequence is over, with one vector, when its last token is computed."""
 
     @property
     def order(self) -> tuple[int, int]:

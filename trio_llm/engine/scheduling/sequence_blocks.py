@@ -126,7 +126,9 @@ class SequenceBlocks:
         """Blocks with the sequence's first tokens, to the last but one at most: the last gives the next token."""
         params = sequence.params
         wants_scores = params.prompt_logprobs is not None and sequence.num_scored_tokens < sequence.num_prompt_tokens
-        if sequence.block_ids or wants_scores or not self._limits.keeps_cache:
+        # Hidden states are not in the cache: a mean needs those of all tokens.
+        wants_all = wants_scores or (sequence.pooling is not None and sequence.pooling.is_mean)
+        if sequence.block_ids or wants_all or not self._limits.keeps_cache:
             return []
         self._hash(sequence)
         return self._pool.find(islice(sequence.block_hashes, (sequence.num_tokens - 1) // self._limits.block_size))

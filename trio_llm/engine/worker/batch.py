@@ -21,7 +21,7 @@ __all__ = ["Batch", "build_batch"]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Batch:
-    """One step of T tokens, of which B are followed by a sampled one."""
+    """One step of T tokens; the head of the model runs over B of them."""
 
     token_ids: Tensor  # int64[T]
     positions: Tensor  # int64[T]
@@ -53,7 +53,7 @@ def build_batch(plan: StepPlan, device: torch.device) -> Batch:
         positions += range(chunk.start, end)
         blocks += (table[position // BLOCK_SIZE] for position in range(chunk.start, end))
         fresh += table[-(-chunk.start // BLOCK_SIZE) : -(-end // BLOCK_SIZE)]
-        if chunk.samples:
+        if chunk.needs_logits:
             logits_rows.append(first + chunk.count - 1)
         if chunk.count == 1:
             # Rows of like length attend together: padding at most doubles what is read.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import trio
 
+from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.exception_groups import unwrap_single
@@ -21,7 +22,7 @@ from trio_llm.frontend.text.assembly import PLAIN_VIEW, AnswerView, Assembler
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import SamplingParams
 
-__all__ = ["Generation", "IndexedOutput", "RunningRequests"]
+__all__ = ["Generation", "IndexedOutput", "RunningRequests", "check_batch"]
 
 IndexedOutput = tuple[int, RequestOutput]
 """Index of the prompt, and an output of it."""
@@ -44,6 +45,32 @@ class RunningRequests:
 
     def ids(self) -> list[str]:
         return list(self._counts)
+
+
+def check_batch(
+    config: EngineConfig, prompts: Sequence[str | list[int]], *, field: str, times: int = 1, what: str = "vectors"
+) -> None:
+    """Prompts are admitted one by one: those that can never all be in are refused, not told to come back.
+
+    Args:
+        field: of the body, that the prompts stand in.
+        times: requests that each becomes.
+        what: they are for.
+
+    Raises:
+        InvalidRequestError: the limits of admission are below what these take together.
+    """
+    num_tokens = times * sum(len(prompt) for prompt in prompts)
+    for count, limit, name, flag in (
+        (times * len(prompts), config.max_num_queued_reqs, what, "--max-num-queued-reqs"),
+        (num_tokens, config.max_num_queued_tokens, "prompt tokens", "--max-num-queued-tokens"),
+    ):
+        if limit is not None and count > limit:
+            raise InvalidRequestError(
+                f"{len(prompts)} prompts with {count} {name} are more than this server takes at a time "
+                f"({limit}, {flag}); send fewer in one request",
+                field,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +105,8 @@ class Generation:
             InvalidRequestError, EngineError: as `EngineClient.generate`, on entering or by the iterator.
         """
         if len(self.prompts) > 1:
-            self._check_limits()
+            choices = 1 if self.params.is_greedy else self.params.n
+            check_batch(self.client.config, self.prompts, field="prompt", times=choices, what="choices")
         if len(self.prompts) == 1:
             async with self._open_one(0, self.request_id) as outputs, outputs.in_time(self.timeout):
                 yield outputs
@@ -95,22 +123,6 @@ class Generation:
                     yield _Merged(receiver)
                 finally:
                     nursery.cancel_scope.cancel(reason="the reader of the outputs has left")
-
-    def _check_limits(self) -> None:
-        """Prompts are admitted one by one: those that can never all be in are refused, not told to come back."""
-        choices = 1 if self.params.is_greedy else self.params.n
-        limits = self.client.config
-        num_tokens = choices * sum(len(prompt) for prompt in self.prompts)
-        for count, limit, what, flag in (
-            (choices * len(self.prompts), limits.max_num_queued_reqs, "choices", "--max-num-queued-reqs"),
-            (num_tokens, limits.max_num_queued_tokens, "prompt tokens", "--max-num-queued-tokens"),
-        ):
-            if limit is not None and count > limit:
-                raise InvalidRequestError(
-                    f"{len(self.prompts)} prompts with {count} {what} are more than this server takes at a time "
-                    f"({limit}, {flag}); send fewer in one request",
-                    "prompt",
-                )
 
     async def _forward(self, index: int, sender: trio.MemorySendChannel[IndexedOutput | Exception]) -> None:
         async with sender:

@@ -18,22 +18,21 @@ from starlette.responses import Response
 from starlette.routing import Route, Router
 
 from trio_llm.config import ServerConfig
-from trio_llm.errors import ModelNotFoundError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.errors import MethodNotAllowedError, RouteNotFoundError
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.generation import Generation, RunningRequests
-from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
+from trio_llm.frontend.http.incoming import Incoming, request_id_of, request_timeout
 from trio_llm.frontend.http.model_names import served_names
 from trio_llm.frontend.http.openai.chat import chat_params, param_names, parse_chat_request
 from trio_llm.frontend.http.openai.completions import (
+    MAX_PROMPTS,
     check_num_choices,
     completion_params,
-    completion_prompts,
     parse_completion_request,
 )
-from trio_llm.frontend.http.openai.fields import CommonFields
 from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.http.openai.prompts import parse_prompts
 from trio_llm.frontend.http.openai.rendering import (
     AnswerHead,
     ChatChunks,
@@ -42,8 +41,9 @@ from trio_llm.frontend.http.openai.rendering import (
     completion_answer,
 )
 from trio_llm.frontend.http.openai.views import chat_view, completion_view
+from trio_llm.frontend.http.pooling_routes import PoolingRoutes
 from trio_llm.frontend.http.shell import ASGIApp, Receive, Scope, Send
-from trio_llm.frontend.http.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
+from trio_llm.frontend.input_processor import check_task
 from trio_llm.frontend.text.assembly import Choice, Event, Usage, whole_choices
 from trio_llm.version import __version__
 
@@ -58,11 +58,16 @@ def create_routes(client: EngineClient, config: ServerConfig, running: RunningRe
     Raises (when called): RouteNotFoundError, MethodNotAllowedError, and what the routes raise. Nothing is caught
     here: the shell makes replies of errors.
     """
-    routes = _Routes(client, config, running)
+    incoming = Incoming(client, config)
+    routes = _Routes(client, config, running, incoming)
+    pooling = PoolingRoutes(client, running, incoming)
     router = Router(
         [
             Route("/v1/chat/completions", routes.chat, methods=["POST"]),
             Route("/v1/completions", routes.complete, methods=["POST"]),
+            Route("/v1/embeddings", pooling.embed, methods=["POST"]),
+            Route("/pooling", pooling.pool, methods=["POST"]),
+            Route("/score", pooling.score, methods=["POST"]),
             Route("/v1/models", routes.list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.show_model, methods=["GET"]),
             Route("/openapi.json", routes.describe, methods=["GET"]),
@@ -86,14 +91,15 @@ def create_routes(client: EngineClient, config: ServerConfig, running: RunningRe
 
 
 class _Routes:
-    def __init__(self, client: EngineClient, config: ServerConfig, running: RunningRequests) -> None:
+    def __init__(
+        self, client: EngineClient, config: ServerConfig, running: RunningRequests, incoming: Incoming
+    ) -> None:
         self._client = client
         self._config = config
+        self._incoming = incoming
         self._running = running
         self._created = int(time.time())
         self._document: bytes | None = None
-        # One at a time: parsing holds the interpreter lock, so that two would only take turns.
-        self._big_bodies = trio.CapacityLimiter(1)
 
     # -------------------------------------------------------------------------------------- generating
 
@@ -101,10 +107,11 @@ class _Routes:
         """POST /v1/chat/completions."""
         self._client.check_admission()
         began_s = trio.current_time()
-        request = parse_chat_request(await self._json(http))
-        timeout = _timeout(http, request, began_s)
+        check_task(self._client.get_supported_tasks(), "generate")
+        request = parse_chat_request(await self._incoming.json(http))
+        timeout = request_timeout(http, request.timeout, began_s)
         params = chat_params(request, self._client.model_config.sampling_defaults)
-        model = self._model_name(request.model)
+        model = self._incoming.model_name(request.model)
         with timeout.within():
             token_ids = await self._client.renderer.render_chat(
                 request.messages,
@@ -113,7 +120,7 @@ class _Routes:
                 template_kwargs=request.chat_template_kwargs,
             )
         view = chat_view(request, token_ids)
-        request_id = _request_id(http, request)
+        request_id = request_id_of(http, request.request_id)
         head = AnswerHead(id=f"chatcmpl-{request_id}", created=int(time.time()), model=model)
         generation = Generation(
             client=self._client,
@@ -139,12 +146,13 @@ class _Routes:
         """POST /v1/completions."""
         self._client.check_admission()
         began_s = trio.current_time()
-        request = parse_completion_request(await self._json(http))
-        timeout = _timeout(http, request, began_s)
+        check_task(self._client.get_supported_tasks(), "generate")
+        request = parse_completion_request(await self._incoming.json(http))
+        timeout = request_timeout(http, request.timeout, began_s)
         limit, defaults = self._client.model_config.max_model_len, self._client.model_config.sampling_defaults
         completion_params(request, defaults, room=1)  # refuses before the costly part
-        model = self._model_name(request.model)
-        given = completion_prompts(request.prompt, max_model_len=limit)
+        model = self._incoming.model_name(request.model)
+        given = parse_prompts(request.prompt, name="prompt", most=MAX_PROMPTS, max_model_len=limit)
         check_num_choices(len(given), request.n or 1)
         render = partial(
             self._client.renderer.render_prompt, add_special_tokens=request.add_special_tokens is not False
@@ -153,7 +161,7 @@ class _Routes:
             prompts = [await render(prompt) for prompt in given]
             view = await completion_view(request, given, prompts, renderer=self._client.renderer)
         params = completion_params(request, defaults, room=limit - max(map(len, prompts)))
-        request_id = _request_id(http, request)
+        request_id = request_id_of(http, request.request_id)
         head = AnswerHead(id=f"cmpl-{request_id}", created=int(time.time()), model=model)
         generation = Generation(
             client=self._client,
@@ -171,16 +179,6 @@ class _Routes:
         )
         return self._stream(generation, chunks)
 
-    async def _json(self, http: Request) -> dict[str, Any]:
-        body = await http.body()
-        content_type = http.headers.get("content-type")
-        if len(body) <= BIG_BODY_BYTES:
-            return parse_json_object(body, content_type)
-        # In a thread, streams get a turn at least between the passes over the body.
-        return await trio.to_thread.run_sync(
-            parse_json_object, body, content_type, limiter=self._big_bodies, abandon_on_cancel=True
-        )
-
     def _stream(self, generation: Generation, renderer: EventRenderer) -> Response:
         return EventStreamResponse(
             generation,
@@ -188,12 +186,6 @@ class _Routes:
             keep_alive_s=self._config.sse_keep_alive_interval_s,
             headers={"x-request-id": generation.request_id},
         )
-
-    def _model_name(self, asked: str | None) -> str:
-        names = served_names(self._client, self._config)
-        if asked and asked not in names:
-            raise ModelNotFoundError(asked, names)
-        return asked or names[0]
 
     # -------------------------------------------------------------------------------------- describing
 
@@ -207,7 +199,7 @@ class _Routes:
         name = http.path_params["name"]
         if not name:
             raise RouteNotFoundError(http.scope["path"])
-        return _json_response(self._card(self._model_name(name)))
+        return _json_response(self._card(self._incoming.model_name(name)))
 
     async def describe(self, http: Request) -> Response:
         """GET /openapi.json."""
@@ -226,16 +218,6 @@ class _Routes:
             "max_model_len": self._client.model_config.max_model_len,
             "permission": [],
         }
-
-
-def _request_id(http: Request, request: CommonFields) -> str:
-    """The client's header, else its field, else the id that the shell made."""
-    state = http.scope["state"]
-    return str(state["client_request_id"] or request.request_id or state["request_id"])
-
-
-def _timeout(http: Request, request: CommonFields, began_s: float) -> RequestTimeout:
-    return timeout_of(http.headers.get(TIMEOUT_HEADER), request.timeout, began_s)
 
 
 async def _whole(generation: Generation, head: AnswerHead, answer: Answer) -> Response:

@@ -65,6 +65,11 @@ class StatisticsRecorder:
             iteration.inter_token_latency_s.append(now_s - clock.last_token_s)
         clock.last_token_s = now_s
 
+    def vector(self, state: RequestState) -> None:
+        """A pooling request has got what it waits for: its prompt counts, though no token comes."""
+        self._iteration.num_prompt_tokens += state.num_prompt_tokens
+        self._iteration.num_cached_tokens += state.num_cached_tokens
+
     def more_prompt_tokens(self, count: int) -> None:
         """A session has got another input."""
         self._iteration.num_prompt_tokens += count

@@ -34,7 +34,7 @@ class IterationStats:
     """What one drained batch of engine outputs held."""
 
     num_prompt_tokens: int = 0
-    """Of requests whose first token came."""
+    """Of requests whose first token, or vector, came."""
     num_cached_tokens: int = 0
     num_generation_tokens: int = 0
     time_to_first_token_s: list[float] = field(default_factory=list)

@@ -31,7 +31,7 @@ class EngineStatistics:
     num_kv_blocks: int
     """0 while the model is loading."""
     num_prompt_tokens: int
-    """Of requests whose first token came."""
+    """Of requests whose first token, or vector, came."""
     num_generation_tokens: int
     num_finished: Mapping[FinishReason, int]
     """Requests that are over, by reason: stop, length, abort, error. Each choice of an answer counts."""

@@ -23,23 +23,38 @@ from trio_llm.sampling import (
     SamplingParams,
 )
 
-__all__ = ["NOT_SUPPORTED", "CommonFields", "Neutral", "StreamOptions", "only", "parse_request", "sampling_params"]
+__all__ = [
+    "NOT_SUPPORTED",
+    "CommonFields",
+    "Neutral",
+    "RequestId",
+    "StreamOptions",
+    "StrictModel",
+    "only",
+    "parse_body",
+    "parse_request",
+    "sampling_params",
+]
 
 
-class _Strict(BaseModel):
+class StrictModel(BaseModel):
     """Numbers are numbers: no text, no bool in their place. Unknown fields are dropped."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
 
 
-class StreamOptions(_Strict):
+RequestId = Annotated[str | None, Field(pattern=r"\A[A-Za-z0-9_.:/+=@-]{1,128}\z")]
+"""It becomes a header of the answer."""
+
+
+class StreamOptions(StrictModel):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class CommonFields(_Strict):
+class CommonFields(StrictModel):
     """Fields of every generating request. Ranges are checked by SamplingParams."""
 
     model: str | None = None
@@ -74,8 +89,7 @@ class CommonFields(_Strict):
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     timeout: float | None = None
-    # It becomes a header of the answer.
-    request_id: Annotated[str | None, Field(pattern=r"\A[A-Za-z0-9_.:/+=@-]{1,128}\z")] = None
+    request_id: RequestId = None
 
     @property
     def wants_usage(self) -> bool:
@@ -89,6 +103,7 @@ class CommonFields(_Strict):
 
 
 Request = TypeVar("Request", bound=CommonFields)
+Body = TypeVar("Body", bound=StrictModel)
 
 
 def parse_request(model: type[Request], body: Mapping[str, Any], not_supported: Mapping[str, Neutral]) -> Request:
@@ -97,16 +112,21 @@ def parse_request(model: type[Request], body: Mapping[str, Any], not_supported: 
     Raises:
         InvalidRequestError: a field has the wrong type, or a value that is not supported.
     """
-    _check_supported(body, not_supported)
-    try:
-        request = model.model_validate(body)
-    except ValidationError as error:
-        raise invalid_fields_error(error) from None
+    request = parse_body(model, body, not_supported)
     if request.stream_options is not None and not request.stream:
         raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
     return request
+
+
+def parse_body(model: type[Body], body: Mapping[str, Any], not_supported: Mapping[str, Neutral]) -> Body:
+    """As `parse_request`, for a body of any model."""
+    _check_supported(body, not_supported)
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        raise invalid_fields_error(error) from None
 
 
 # ------------------------------------------------------------------------------- fields not supported

@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 from trio_llm.frontend.http.openai.chat import ChatRequest
 from trio_llm.frontend.http.openai.completions import CompletionRequest
+from trio_llm.frontend.http.openai.pooling import EmbeddingRequest, PoolingRequest, ScoreRequest
 
 __all__ = ["openapi_document"]
 
@@ -35,7 +36,10 @@ _ERROR_SCHEMA = {
 def openapi_document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1, as a tree that JSON can hold."""
     _, schemas = models_json_schema(
-        [(ChatRequest, "validation"), (CompletionRequest, "validation")],
+        [
+            (model, "validation")
+            for model in (ChatRequest, CompletionRequest, EmbeddingRequest, PoolingRequest, ScoreRequest)
+        ],
         ref_template="#/components/schemas/{model}",
     )
     return {
@@ -44,6 +48,9 @@ def openapi_document(version: str) -> dict[str, Any]:
         "paths": {
             "/v1/chat/completions": {"post": _generating("Answer a conversation", "ChatRequest")},
             "/v1/completions": {"post": _generating("Continue one or several texts", "CompletionRequest")},
+            "/v1/embeddings": {"post": _pooling("Embed one or several texts", "EmbeddingRequest")},
+            "/pooling": {"post": _pooling("Embed or classify one or several texts", "PoolingRequest")},
+            "/score": {"post": _pooling("Compare texts by their embeddings", "ScoreRequest")},
             "/v1/models": {"get": _reading("The names that are served")},
             "/v1/models/{name}": {
                 "get": {
@@ -59,13 +66,26 @@ def openapi_document(version: str) -> dict[str, Any]:
     }
 
 
+def _pooling(summary: str, model: str) -> dict[str, Any]:
+    return {
+        "summary": summary,
+        "requestBody": _body(model),
+        "responses": {
+            "200": {"description": "One entry for each, in order.", "content": {"application/json": {}}},
+            "default": _error(),
+        },
+    }
+
+
+def _body(model: str) -> dict[str, Any]:
+    schema = {"$ref": f"#/components/schemas/{model}"}
+    return {"required": True, "content": {"application/json": {"schema": schema}}}
+
+
 def _generating(summary: str, model: str) -> dict[str, Any]:
     return {
         "summary": summary,
-        "requestBody": {
-            "required": True,
-            "content": {"application/json": {"schema": {"$ref": f"#/components/schemas/{model}"}}},
-        },
+        "requestBody": _body(model),
         "responses": {
             "200": {
                 "description": "The answer; with stream, server-sent events that end with [DONE].",

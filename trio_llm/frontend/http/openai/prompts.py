@@ -1,0 +1,73 @@
+"""Prompts of a request: a string, a list of token ids, or a list of such, as OpenAI's API takes them.
+
+Pure. Used by the routes of completions and of pooled outputs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trio_llm.errors import InvalidRequestError, PromptTooLongError
+from trio_llm.frontend.text.quoting import quote
+
+__all__ = ["parse_prompts", "prompt_schema"]
+
+_INT32 = 2**31
+
+
+def prompt_schema(most: int) -> dict[str, Any]:
+    """For the OpenAPI document.
+
+    Args:
+        most: prompts in one request.
+    """
+    ids = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
+    return {
+        "anyOf": [
+            {"type": "string", "minLength": 1},
+            ids,
+            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most},
+            {"type": "array", "items": ids, "minItems": 1, "maxItems": most},
+        ]
+    }
+
+
+def parse_prompts(value: Any, *, name: str, most: int, max_model_len: int, room: int = 1) -> list[str | list[int]]:
+    """The prompts in a field of a request: at least one, none of them empty.
+
+    Args:
+        name: of the field.
+        most: prompts in one request.
+        max_model_len: tokens of prompt and answer together.
+        room: tokens that a prompt must leave for the answer.
+
+    Raises:
+        PromptTooLongError: a list has so many ids that the model cannot take them, whatever they are.
+        InvalidRequestError: something else, or too many, or an empty prompt.
+    """
+    longest = max_model_len - room
+    if isinstance(value, list) and value and isinstance(value[0], str | list):
+        if len(value) > most:
+            raise InvalidRequestError(f"{len(value)} prompts are over the limit of {most}", name)
+        kind = type(value[0])
+        if any(type(one) is not kind for one in value):
+            raise InvalidRequestError(f"{name} must not mix strings and lists of token ids", name)
+        return [_one_prompt(one, name, max_model_len, longest) for one in value]
+    return [_one_prompt(value, name, max_model_len, longest)]
+
+
+def _one_prompt(prompt: Any, name: str, max_model_len: int, longest: int) -> str | list[int]:
+    if not isinstance(prompt, str | list):
+        raise InvalidRequestError(
+            f"{name} must be a string, a list of token ids, or a list of such, not {quote(prompt)}", name
+        )
+    if not prompt:
+        raise InvalidRequestError(f"{name} must not be empty", name)
+    if isinstance(prompt, list):
+        if len(prompt) > longest:
+            raise PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
+        # In C, since there may be very many; the one at fault is looked for only if there is one.
+        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= _INT32:
+            wrong = next(one for one in prompt if type(one) is not int or not 0 <= one < _INT32)
+            raise InvalidRequestError(f"{name}: {quote(wrong)} is not a token id", name)
+    return prompt

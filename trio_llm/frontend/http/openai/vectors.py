@@ -1,0 +1,60 @@
+"""Rendering of vectors and scores, in the shapes of OpenAI's and vLLM's API.
+
+Pure. Used by the routes of pooled outputs, which join the pieces: a list of thousands of vectors is megabytes of JSON,
+and other tasks get a turn between its entries.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import msgspec
+
+from trio_llm.frontend.http.openai.rendering import AnswerHead
+from trio_llm.outputs import PoolingOutput
+
+__all__ = ["embedding_entries", "list_beginning", "list_end", "pooling_entries", "score_entries"]
+
+_encode = msgspec.json.Encoder().encode
+
+
+def list_beginning(head: AnswerHead) -> bytes:
+    """What comes before the entries."""
+    fields = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
+    return _encode(fields)[:-1] + b',"data":['
+
+
+def list_end(outputs: Sequence[PoolingOutput]) -> bytes:
+    """What comes after the entries: the usage."""
+    num_tokens = sum(output.num_prompt_tokens for output in outputs)
+    usage = {
+        "prompt_tokens": num_tokens,
+        "total_tokens": num_tokens,
+        "completion_tokens": 0,
+        "prompt_tokens_details": {"cached_tokens": sum(output.num_cached_tokens for output in outputs)},
+    }
+    return b'],"usage":' + _encode(usage) + b"}"
+
+
+def embedding_entries(outputs: Sequence[PoolingOutput], *, as_base64: bool) -> Iterator[bytes]:
+    """OpenAI's entries; base64 is of float32 numbers, little-endian."""
+    for index, output in enumerate(outputs):
+        yield _encode({"index": index, "object": "embedding", "embedding": _vector(output, as_base64)})
+
+
+def pooling_entries(outputs: Sequence[PoolingOutput], *, as_base64: bool) -> Iterator[bytes]:
+    """vLLM's entries."""
+    for index, output in enumerate(outputs):
+        yield _encode({"index": index, "object": "pooling", "data": _vector(output, as_base64)})
+
+
+def score_entries(scores: Iterator[float]) -> Iterator[bytes]:
+    """vLLM's entries, each made when it is asked for."""
+    for index, score in enumerate(scores):
+        yield _encode({"index": index, "object": "score", "score": score})
+
+
+def _vector(output: PoolingOutput, as_base64: bool) -> Any:
+    return base64.b64encode(output.data).decode("ascii") if as_base64 else output.values
