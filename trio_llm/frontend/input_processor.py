@@ -91,6 +91,7 @@ class InputProcessor:
         bad_words = bad_words_token_ids or []
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("bad_words", chain.from_iterable(bad_words))
         if params.prompt_logprobs is not None:
             times = num_scorings(params)

@@ -1,7 +1,7 @@
 """TorchExecutor: runs step plans on a model in this process.
 
-Used by the engine's loop, from one thread. Nothing is kept between steps but the KV cache, so a step that
-failed leaves nothing behind but slots that are written again.
+Used by the engine's loop, from one thread. Nothing is kept between steps but the KV cache, whose slots are
+written again after a step that failed, and what the sampler could make again from the sequences.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 import transformers
+from torch import Tensor
 
 from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.executor.base import (
@@ -25,9 +26,9 @@ from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates, load_causal
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.ops.attention import BLOCK_SIZE
 from trio_llm.engine.sampling.logprobs import logprob_rows
-from trio_llm.engine.sampling.sampler import sample, sampling_row
+from trio_llm.engine.sampling.sampler import Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
-from trio_llm.engine.worker.batch import build_batch
+from trio_llm.engine.worker.batch import Batch, build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
 from trio_llm.engine.worker.machine import usable_cpus
 from trio_llm.errors import EngineStartupError
@@ -50,6 +51,7 @@ class TorchExecutor:
         self._model = model
         self._num_blocks = cache.num_blocks
         self._kv = allocate_kv_cache(cache.num_blocks, model.kv_shape, model.device)
+        self._sampler = Sampler(model.eos_token_ids, width=model.logits_width, device=model.device)
         self._info = ModelConfig(
             model_dir=model_dir,
             max_model_len=cache.max_model_len,
@@ -93,9 +95,18 @@ class TorchExecutor:
             scored = self._score(plan, hidden)
         else:
             logits = self._model.forward(*inputs, kv=self._kv, attention=batch.attention)
-        rows = [sampling_row(chunk.sequence, self._info.eos_token_ids) for chunk in plan.chunks if chunk.samples]
-        results: list[SampledToken | RowError] = sample(logits, rows) if rows else []
-        return StepResult(tuple(results), scored)
+        return StepResult(tuple(self._sample(plan, batch, logits)), scored)
+
+    def _sample(self, plan: StepPlan, batch: Batch, logits: Tensor) -> list[SampledToken | RowError]:
+        chunks = [chunk for chunk in plan.chunks if chunk.samples]
+        if not chunks:
+            return []
+        return self._sampler.launch(
+            logits,
+            [chunk.sequence for chunk in chunks],
+            positions=[chunk.start + chunk.count for chunk in chunks],
+            previous=batch.token_ids.index_select(0, batch.logits_rows),
+        ).wait()
 
     def _score(self, plan: StepPlan, hidden: HiddenStates) -> tuple[list[LogprobRow], ...]:
         """Log-probabilities of the prompt tokens that the plan's chunks score, a bounded number of rows at a time."""
