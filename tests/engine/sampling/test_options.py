@@ -211,6 +211,37 @@ def test_the_logits_are_not_changed(dtype: torch.dtype) -> None:
     assert torch.equal(logits, copy)
 
 
+@pytest.mark.parametrize("width", [4096, 4097, 40_000])
+def test_wide_rows_give_the_same_alone_and_all_together(width: int) -> None:
+    """What a CPU does by blocks of rows and chunks of tokens."""
+    chosen = [("temperature",), ("greedy",), ("top_k",), ("logit_bias", "greedy"), ("frequency", "min_p"), ()] * 3
+    rows = make_rows(chosen)
+    logits = torch.randn(len(rows), width, generator=torch.Generator().manual_seed(5))
+
+    together = sample(logits, rows)
+
+    for i, one in enumerate(rows):
+        assert together[i] == sample(logits[i : i + 1], [one])[0]
+        assert token_of(together[i]) == expected_token(logits[i], one)
+
+
+@pytest.mark.parametrize("width", [4096, 5000])
+@pytest.mark.parametrize("place", [0, 255, 256, 4095, -1])
+def test_the_likeliest_of_many_tokens_is_found_wherever_it_is_and_the_first_of_equals(width: int, place: int) -> None:
+    logits = torch.zeros(3, width)
+    logits[0, place] = 1.0
+    logits[1, place] = float("nan")
+    logits[2, [place, width - 1]] = float("inf")
+
+    first, second, third = sample(logits, [make_sequence(temperature=0)] * 3)
+    (equal,) = sample(torch.where(logits[:1] == 1.0, -1.0, logits[:1]), [make_sequence(temperature=0)])
+
+    assert token_of(first) == place % width
+    assert isinstance(second, RowError)
+    assert isinstance(third, RowError)
+    assert token_of(equal) == (1 if place == 0 else 0)
+
+
 # ------------------------------------------------------------------------------------------- faults
 
 

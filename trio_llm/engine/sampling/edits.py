@@ -114,12 +114,11 @@ class AllowedTokens:
         device = rows[0][1].device
         self._rows = to_device([row.index for row, _ in rows], device, dtype=torch.int64)
         self._index = torch.cat([allowed + row.index * width for row, allowed in rows])
-        self._nothing = torch.full((1, 1), _NEVER, device=device).expand(len(rows), width)
 
     def apply(self, scores: Tensor, previous: Tensor) -> None:
         flat = scores.view(-1)
         kept = flat.index_select(0, self._index)
-        scores.index_add_(0, self._rows, self._nothing)
+        scores.index_copy_(0, self._rows, scores.index_select(0, self._rows).add_(_NEVER))
         flat.index_copy_(0, self._index, kept)
 
 

@@ -56,7 +56,6 @@ class TopFilter:
         self._limit = to_device(limits, device, dtype=torch.int64).unsqueeze(1)
         self._top_p = to_device(top_p, device, dtype=torch.float32).unsqueeze(1)
         self._margin = _log_column(min_p, device) if any(min_p) else None
-        self._has_limit = any(limit < width for limit in limits)
         self._has_nucleus = any(p < 1 for p in top_p)
         alone = [i for i, limit in enumerate(limits) if limit == width > first_look and top_p[i] < 1]
         wide = [i for i, limit in enumerate(limits) if first_look < limit < width]
@@ -66,8 +65,12 @@ class TopFilter:
             wide, alone = wide + alone, []
         self._may_look_again = bool(alone)
         self._wide = to_device(wide, device, dtype=torch.int64) if wide else None
-        self._wide_look = max((limits[i] for i in wide), default=0)
-        self._look = first_look if alone else max((limit for limit in limits if limit <= first_look), default=1)
+        # One more than the limit tells whether others equal the last one.
+        self._wide_look = min(width, max((limits[i] for i in wide), default=0) + 1)
+        narrow = [limit for limit in limits if limit <= first_look]
+        self._look = min(width, max(narrow, default=0) + 1)
+        if alone:
+            self._look = max(self._look, first_look)
 
     def threshold(self, logits: Tensor) -> Tensor:
         """The smallest logit that each row keeps; the likeliest token is at or above it.
@@ -98,7 +101,8 @@ class TopFilter:
         if rows is not None:
             logits, limit, top_p = (tensor.index_select(0, rows) for tensor in (logits, limit, top_p))
             margin = None if margin is None else margin.index_select(0, rows)
-        best = logits.topk(look, dim=1).values  # [R, look], descending
+        is_all = look == logits.shape[1]
+        best = logits.sort(1, descending=True)[0] if is_all else logits.topk(look, 1)[0]  # [R, look]
         peak = best[:, :1]
         has_seen_limit = limit <= look
         floor = torch.where(has_seen_limit, best.gather(1, limit.clamp(max=look) - 1), float("-inf"))
@@ -108,24 +112,39 @@ class TopFilter:
         if not self._has_nucleus:
             return floor, is_known.squeeze(1)
 
+        wants_nucleus = top_p < 1
         mass = (best - peak).exp().masked_fill_(best < floor, 0)
-        above = mass.cumsum(1, dtype=torch.float64) - mass
-        size = ((above < top_p * self._mass(logits, floor)) & (best >= floor)).sum(1, keepdim=True)
+        cumulative = mass.cumsum(1, dtype=torch.float64)
+        # Nothing here may depend on how far this look goes, for that depends on the other rows.
+        goes_on = ~has_seen_limit | (best.gather(1, limit.clamp(max=look - 1)) == floor)
+        total = self._total(logits, floor, wants_nucleus & goes_on, seen=cumulative[:, -1:])
+        size = ((cumulative - mass < top_p * total) & (best >= floor)).sum(1, keepdim=True)
         # None is in the nucleus of a row that is not finite.
         last = best.gather(1, (size - 1).clamp_(min=0))
-        # Equals of the k-th that were not seen have changed the mass alone.
+        # Equals of the k-th that were not seen have changed the total alone.
         has_end = has_seen_limit | (size < look) | (best[:, -1:] < floor)
-        wants_nucleus = top_p < 1
         return torch.where(wants_nucleus, last, floor), (is_known & (~wants_nucleus | has_end)).squeeze(1)
 
-    def _mass(self, logits: Tensor, floor: Tensor) -> Tensor:
-        """The sum of exp(logit - peak) over what is not below the floor, float32[R, 1].
+    def _total(self, logits: Tensor, floor: Tensor, goes_on: Tensor, *, seen: Tensor) -> Tensor:
+        """The sum of exp(logit - peak) over what is not below the floor, [R, 1].
 
-        By a softmax, which sums every row the same way whatever the other rows are.
+        Args:
+            goes_on: bool[R, 1], rows where that may be more than what was seen.
+            seen: float64[R, 1], the sum over what was seen.
         """
-        if self._has_limit or self._margin is not None:
-            logits = logits.masked_fill(logits < floor, float("-inf"))
-        return torch.softmax(logits, dim=1).amax(1, keepdim=True).reciprocal_()
+        if logits.is_cuda:
+            return torch.where(goes_on, _mass(logits, floor), seen)
+        rows = goes_on.squeeze(1).nonzero().squeeze(1)
+        if len(rows) == 0:
+            return seen
+        mass = _mass(logits.index_select(0, rows), floor.index_select(0, rows))
+        return seen.index_copy(0, rows, mass.double())
+
+
+def _mass(logits: Tensor, floor: Tensor) -> Tensor:
+    """By a softmax, which sums every row the same way whatever the other rows are."""
+    left = logits.masked_fill(logits < floor, float("-inf"))
+    return torch.softmax(left, dim=1).amax(1, keepdim=True).reciprocal_()
 
 
 def _log_column(min_p: Sequence[float], device: torch.device) -> Tensor:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel_noise", "mix_seeds", "row_keys", "token_hashes"]
+__all__ = ["gumbel_noise", "log_race", "mix_seeds", "row_keys", "token_hashes"]
 
 _LARGEST_BELOW_ONE = 1 - 2**-24  # float32
+_MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 
 
 def mix_seeds(seeds: Tensor) -> Tensor:
@@ -46,12 +47,18 @@ def gumbel_noise(keys: Tensor, hashes: Tensor) -> Tensor:
     Returns:
         float32[R, K].
     """
+    return log_race(keys, hashes).neg_()
+
+
+def log_race(keys: Tensor, hashes: Tensor) -> Tensor:
+    """What `gumbel_noise` gives, negated: for callers that subtract it, which saves a pass."""
     halves = keys.unsqueeze(1).view(torch.int32)  # [R, 2]: low, high
     bits = _mix32_(hashes ^ halves[:, :1])
     bits = _mix32_(bits.add_(halves[:, 1:]))
-    # An exponential variable from v in (0, 1): small v, which win the race, keep full precision.
-    v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(2.0**-31).add_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    # An exponential variable from v in (0, 1): small v, which win the race, keep full precision. Here it is -v.
+    minus_v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32)
+    torch.add(_MINUS_HALF_A_STEP, minus_v, alpha=-(2.0**-31), out=minus_v)
+    return minus_v.clamp_(min=-_LARGEST_BELOW_ONE).log1p_().neg_().log_()
 
 
 def _mix64(x: Tensor) -> Tensor:

@@ -29,7 +29,7 @@ class PendingLogprobs:
     def __init__(self, logits: Tensor, token_ids: Tensor, num_top: Sequence[int]) -> None:
         logprobs = torch.log_softmax(logits.float(), dim=1)
         own = logprobs.gather(1, token_ids.unsqueeze(1))
-        ranks = (logprobs > own).sum(1) + 1
+        ranks = (logprobs > own).sum(1, dtype=torch.int32) + 1
         # Always the same count, so that the order of equals cannot depend on what the neighbours ask for.
         top = logprobs.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=1)
         self._num_top = num_top

@@ -18,7 +18,7 @@ from torch import Tensor
 from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.sampling.bans import NOTHING_LEFT
 from trio_llm.engine.sampling.kept import KeptSequences
-from trio_llm.engine.sampling.keyed_noise import gumbel_noise, row_keys, token_hashes
+from trio_llm.engine.sampling.keyed_noise import log_race, row_keys, token_hashes
 from trio_llm.engine.sampling.layout import Layout
 from trio_llm.engine.sampling.logprobs import PendingLogprobs
 from trio_llm.engine.sampling.transfer import HostCopy
@@ -26,6 +26,10 @@ from trio_llm.engine.scheduling.sequence import Sequence
 
 __all__ = ["PendingTokens", "Sampler"]
 
+_BLOCK_TOKENS = 4 * 49_152
+"""Scores for each thread of a CPU at once: noise takes many passes, which are quicker in its cache."""
+_CHUNK = 256
+_MANY_TOKENS = 4096
 _NOT_FINITE = "the model computed NaN or infinity instead of scores; this request cannot go on"
 
 
@@ -118,7 +122,7 @@ class Sampler:
         if layout.drawn_from > 0:
             parts.append(_likeliest(scores[: layout.drawn_from]))
         if layout.drawn_from < layout.num_scores:
-            parts.append(_likeliest(self._disturb(scores, layout, is_own=scores is not logits)))
+            parts.append(self._draw(scores, layout, is_own=scores is not logits))
         if layout.greedy is not None and len(layout.greedy):
             best, token_ids = _likeliest(logits.index_select(0, layout.greedy))
             parts.append((best.float(), token_ids))
@@ -129,8 +133,8 @@ class Sampler:
             return best, token_ids
         return best.index_select(0, layout.back), token_ids.index_select(0, layout.back)
 
-    def _disturb(self, scores: Tensor, layout: Layout, *, is_own: bool) -> Tensor:
-        """Scores of the rows to draw, float32[D, V], filtered and with noise added: the largest is the token drawn.
+    def _draw(self, scores: Tensor, layout: Layout, *, is_own: bool) -> tuple[Tensor, Tensor]:
+        """A token of each row to draw, int64[D], and the score that won it.
 
         Args:
             is_own: the scores may be changed.
@@ -141,12 +145,31 @@ class Sampler:
         for region in layout.regions:
             part = scores[region.begin : region.end]
             part.masked_fill_(part < region.filter.threshold(part), float("-inf"))
-        noise = gumbel_noise(row_keys(layout.seeds, layout.positions), self._hashes)
+        keys = row_keys(layout.seeds, layout.positions)
         layout.positions.add_(1)
-        return noise.add_(drawn)
+        num_rows = max(1, torch.get_num_threads() * _BLOCK_TOKENS // scores.shape[1])
+        if scores.is_cuda or len(keys) <= num_rows:
+            return _likeliest(drawn - log_race(keys, self._hashes))
+        blocks = [
+            _likeliest(some - log_race(keys_of_some, self._hashes))
+            for some, keys_of_some in zip(drawn.split(num_rows), keys.split(num_rows), strict=True)
+        ]
+        best, token_ids = (torch.cat(column) for column in zip(*blocks, strict=True))
+        return best, token_ids
 
 
 def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
     """The largest score of each row, the first of equals, and its index, int64[R]. NaN counts as the largest."""
-    best, index = scores.max(1)
-    return best, index
+    width = scores.shape[1]
+    if scores.is_cuda or width < _MANY_TOKENS:
+        best, index = scores.max(1)
+        return best, index
+    # On a CPU the index costs many times what the value does, so it is looked for in one chunk.
+    num_chunks = width // _CHUNK
+    chunk = scores[:, : num_chunks * _CHUNK].unflatten(1, (num_chunks, _CHUNK)).amax(2).argmax(1, keepdim=True)
+    candidates = chunk * _CHUNK + torch.arange(_CHUNK)
+    if num_chunks * _CHUNK < width:
+        rest = torch.arange(num_chunks * _CHUNK, width).expand(len(scores), -1)
+        candidates = torch.cat((candidates, rest), dim=1)
+    best, place = scores.gather(1, candidates).max(1)
+    return best, candidates.gather(1, place.unsqueeze(1)).squeeze(1)
