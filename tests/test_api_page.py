@@ -38,11 +38,16 @@ from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_TOKENS,
     MAX_LOGPROBS,
     MAX_N,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     MIN_TEMPERATURE,
 )
 
@@ -153,6 +158,13 @@ def test_the_limits_of_the_page_are_the_code_s() -> None:
     assert f"1 to {MAX_ALLOWED_TOKEN_IDS} token ids" in both["allowed_token_ids"]
     assert f"up to {MAX_BAD_WORDS} words, of up to {MAX_BAD_WORD_CHARS} characters" in both["bad_words"]
     assert f"0 to {MAX_LOGPROBS} alternatives" in both["prompt_logprobs"]
+    for penalty in ("presence_penalty", "frequency_penalty"):
+        assert f"-{MAX_PENALTY} to {MAX_PENALTY}" in both[penalty]
+    least = MIN_REPETITION_PENALTY
+    assert f"above 0, up to {MAX_REPETITION_PENALTY};" in both["repetition_penalty"]
+    assert f"Below {least} counts as {least}" in both["repetition_penalty"]
+    assert f"up to {MAX_LOGIT_BIAS_TOKENS} token ids" in both["logit_bias"]
+    assert f"-{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}" in both["logit_bias"]
     assert f"may have {MAX_PROMPT_LOGPROBS} of them" in " ".join(section("Answers").split())
     assert f"1 to {MAX_MESSAGES} objects" in chat["messages"]
     assert f"up to {MAX_PARTS} parts" in chat["messages"]

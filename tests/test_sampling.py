@@ -12,8 +12,13 @@ from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIAS_TOKENS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MIN_REPETITION_PENALTY,
     SamplingParams,
 )
 
@@ -47,6 +52,27 @@ WRONG: list[tuple[str, Any]] = [
             ["x" * (MAX_BAD_WORD_CHARS + 1)],
         ]
     ],
+    *[("min_p", value) for value in [*NOT_NUMBERS, -0.1, 1.1]],
+    *[
+        (name, value)
+        for name in ("presence_penalty", "frequency_penalty")
+        for value in [*NOT_NUMBERS, MAX_PENALTY + 0.1, -MAX_PENALTY - 0.1]
+    ],
+    *[("repetition_penalty", value) for value in [*NOT_NUMBERS, 0, -1, MAX_REPETITION_PENALTY + 0.1]],
+    *[
+        ("logit_bias", value)
+        for value in [
+            None,
+            5,
+            [(1, 1.0)],
+            {"1": 1.0},
+            {True: 1.0},
+            {-1: 1.0},
+            {2**31: 1.0},
+            *[{1: value} for value in [*NOT_NUMBERS, MAX_LOGIT_BIAS + 1, -MAX_LOGIT_BIAS - 1]],
+            dict.fromkeys(range(MAX_LOGIT_BIAS_TOKENS + 1), 1.0),
+        ]
+    ],
     *[("n", value) for value in [*NOT_INTEGERS, -1, 0, 129, 2**64]],
     *[("stop", value) for value in [1, [1], [""], "", ["a"] * (MAX_STOP_STRINGS + 1), ["\udc97"], ["x" * 1025]]],
     *[
@@ -68,6 +94,10 @@ WRONG: list[tuple[str, Any]] = [
 
 
 def short_name(value: Any) -> str:
+    if isinstance(value, dict):
+        return "-".join(map(short_name, [*value.items()][:1]))
+    if isinstance(value, tuple):
+        return "-".join(map(short_name, value))
     return "huge" if isinstance(value, int) and abs(value) > 2**70 else ascii(value)[:30]
 
 
@@ -98,6 +128,13 @@ def test_a_wrong_value_is_refused_and_its_field_named(field: str, value: Any) ->
         ("prompt_logprobs", 20),
         ("allowed_token_ids", [1] * MAX_ALLOWED_TOKEN_IDS),
         ("bad_words", ["x" * MAX_BAD_WORD_CHARS] * MAX_BAD_WORDS),
+        ("min_p", 0),
+        ("min_p", 1),
+        ("presence_penalty", MAX_PENALTY),
+        ("frequency_penalty", -MAX_PENALTY),
+        ("repetition_penalty", MAX_REPETITION_PENALTY),
+        ("logit_bias", {2**31 - 1: MAX_LOGIT_BIAS, 0: -MAX_LOGIT_BIAS}),
+        ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS_TOKENS), 1)),
     ],
 )
 def test_a_value_at_the_edge_is_accepted(field: str, value: Any) -> None:
@@ -118,3 +155,15 @@ def test_a_tiny_temperature_counts_as_one_hundredth() -> None:
 
 def test_one_stop_string_may_stand_alone() -> None:
     assert SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]
+
+
+def test_a_tiny_repetition_penalty_counts_as_the_least() -> None:
+    assert SamplingParams(repetition_penalty=1e-9).repetition_penalty == MIN_REPETITION_PENALTY
+
+
+def test_a_bias_that_its_maker_changes_later_is_the_old_one() -> None:
+    bias = {1: 2.0}
+    params = SamplingParams(logit_bias=bias)
+    bias[1] = 99.0
+
+    assert params.logit_bias == {1: 2.0}

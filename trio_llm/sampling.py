@@ -6,6 +6,7 @@ Pure. Made by callers and routes, checked on construction, sent to the engine as
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -16,10 +17,15 @@ __all__ = [
     "MAX_ALLOWED_TOKEN_IDS",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_CHARS",
+    "MAX_LOGIT_BIAS",
+    "MAX_LOGIT_BIAS_TOKENS",
     "MAX_LOGPROBS",
     "MAX_N",
+    "MAX_PENALTY",
+    "MAX_REPETITION_PENALTY",
     "MAX_STOP_STRINGS",
     "MAX_STOP_TOKEN_IDS",
+    "MIN_REPETITION_PENALTY",
     "RequestOutputKind",
     "SamplingParams",
 ]
@@ -32,6 +38,14 @@ MAX_BAD_WORDS = 128
 MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_N = 128
+MAX_PENALTY = 2
+"""Of presence and frequency, either way."""
+MAX_REPETITION_PENALTY = 2
+MIN_REPETITION_PENALTY = 0.01
+"""Positive ones below this count as this: dividing scores by less overflows."""
+MAX_LOGIT_BIAS = 100
+"""Either way."""
+MAX_LOGIT_BIAS_TOKENS = 1024
 MIN_TEMPERATURE = 0.01
 """Positive temperatures below this count as this: dividing logits by less overflows half precision."""
 
@@ -94,6 +108,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     `skip_special_tokens` is False. Byte-level and byte-fallback tokenizers write none: no effect there."""
     prompt_logprobs: int | None = None
     """Log-probabilities of each token of the prompt and of this many alternatives; None: none at all."""
+    min_p: float = 0.0
+    """Sample from tokens that are at least so likely, relative to the likeliest one, after temperature and before
+    `top_k` and `top_p`; in [0, 1], 0: no limit."""
+    presence_penalty: float = 0.0
+    """Taken off the scores of tokens that were generated already; -2 to 2. The prompt does not count; of a session,
+    neither do earlier answers."""
+    frequency_penalty: float = 0.0
+    """Taken off the scores of tokens once for each time they were generated; -2 to 2. Counts as the one above."""
+    repetition_penalty: float = 1.0
+    """Scores of tokens that stand in prompt or answer are divided by this if they are positive and else multiplied;
+    above 0, up to 2, 1: none. Applied before the other two."""
+    logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
+    """Added to the scores of these tokens: -100 to 100 for each of up to 1024 token ids. Not to be changed after."""
 
     def __post_init__(self) -> None:
         set_field = msgspec.structs.force_setattr
@@ -118,6 +145,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         if self.allowed_token_ids is not None:
             set_field(self, "allowed_token_ids", _check_allowed(self.allowed_token_ids))
         set_field(self, "bad_words", _check_bad_words(self.bad_words))
+        _check_number("min_p", self.min_p, 0, 1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY)
+        set_field(self, "repetition_penalty", _check_repetition(self.repetition_penalty))
+        set_field(self, "logit_bias", _check_logit_bias(self.logit_bias))
+        self._check_simple_fields()
+
+    def _check_simple_fields(self) -> None:
         for name in (
             "ignore_eos",
             "include_stop_str_in_output",
@@ -133,6 +168,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
             raise InvalidRequestError("output_kind must be a RequestOutputKind", "output_kind")
         _check_integer("n", self.n, 1, MAX_N)
 
+    def __hash__(self) -> int:
+        # `logit_bias` is a dict, which has no hash of its own.
+        fields = (getattr(self, name) for name in self.__struct_fields__ if name != "logit_bias")
+        return hash((*fields, frozenset(self.logit_bias.items())))
+
     @property
     def is_greedy(self) -> bool:
         """The likeliest token is taken at every step; top_p, top_k and seed have no effect."""
@@ -145,9 +185,10 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
         raise InvalidRequestError(f"{name} must be a number from {low} to {high}, not {_quote(value)}", name)
 
 
-def _check_integer(name: str, value: Any, low: int, high: int) -> None:
+def _check_integer(name: str, value: Any, low: int, high: int, *, param: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be an integer from {low} to {high}, not {_quote(value)}", name)
+        message = f"{name} must be an integer from {low} to {high}, not {_quote(value)}"
+        raise InvalidRequestError(message, param or name)
 
 
 def _check_stop(stop: Any) -> tuple[str, ...]:
@@ -183,6 +224,25 @@ def _check_allowed(ids: Any) -> tuple[int, ...]:
     if not checked:
         raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
     return checked
+
+
+def _check_repetition(penalty: Any) -> float:
+    name = "repetition_penalty"
+    _check_number(name, penalty, 0, MAX_REPETITION_PENALTY)
+    if penalty == 0:
+        raise InvalidRequestError(f"{name} must be in (0, {MAX_REPETITION_PENALTY}], not 0", name)
+    return max(float(penalty), MIN_REPETITION_PENALTY)
+
+
+def _check_logit_bias(bias: Any) -> dict[int, float]:
+    if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS_TOKENS:
+        raise InvalidRequestError(
+            f"logit_bias must map at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers", "logit_bias"
+        )
+    for token_id, value in bias.items():
+        _check_integer("logit_bias: a token id", token_id, 0, 2**31 - 1, param="logit_bias")
+        _check_number("logit_bias", value, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    return dict(bias)
 
 
 def _check_token_ids(name: str, ids: Any, limit: int) -> tuple[int, ...]:

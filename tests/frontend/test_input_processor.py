@@ -96,3 +96,13 @@ def test_a_bad_word_with_a_token_that_the_model_cannot_emit_is_refused() -> None
     assert refused.value.param == "bad_words"
     request = processor.process([1], SamplingParams(), request_id="r", bad_words_token_ids=[[3], [4, 49]])
     assert request.bad_words_token_ids == [[3], [4, 49]]
+
+
+def test_a_bias_of_a_token_that_the_model_does_not_have_is_refused() -> None:
+    processor = InputProcessor(MODEL)
+
+    with pytest.raises(InvalidRequestError, match="50, but the model's ids end at 49") as refused:
+        processor.process([1], SamplingParams(logit_bias={49: 1.0, 50: 1.0}), request_id="r")
+
+    assert refused.value.param == "logit_bias"
+    assert processor.process([1], SamplingParams(logit_bias={49: 1.0}), request_id="r").params.logit_bias == {49: 1.0}

@@ -50,6 +50,11 @@ PARAMS = SamplingParams(
     skip_special_tokens=False,
     logprobs=3,
     output_kind=RequestOutputKind.FINAL_ONLY,
+    min_p=0.25,
+    presence_penalty=-1.5,
+    frequency_penalty=0.5,
+    repetition_penalty=1.25,
+    logit_bias={0: -100.0, 2**31 - 1: 0.5},
 )
 
 TO_ENGINE: list[ToEngine] = [

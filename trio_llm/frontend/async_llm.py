@@ -93,7 +93,6 @@ class AsyncLLM(EngineClient):
         self._ready_message: Ready | None = None
         self._settled = trio.Event()
         """Ready or dead."""
-        self._dead = trio.Event()
         self._nursery: trio.Nursery | None = None
         """Of `open_llm`, once its tasks run."""
         self._sessions: set[Session] = set()
@@ -251,9 +250,7 @@ class AsyncLLM(EngineClient):
         self._check_ready()
 
     async def wait_dead(self) -> EngineDeadError:
-        await self._dead.wait()
-        assert self._life.dead_error is not None
-        return self._life.dead_error
+        return await self._life.wait_dead()
 
     async def check_health(self) -> None:
         self._check_ready()
@@ -379,11 +376,10 @@ class AsyncLLM(EngineClient):
             error = EngineStartupError(*error.args)  # `wait_until_ready` raises it: no need to log
         elif not self._is_closed:
             logger.error("the engine is dead: %s", error)
-        self._life.dead_error = error
+        self._life.die(error)
         self._utilities.fail_all(error)
         self._has_ready_message.set()
         self._settled.set()
-        self._dead.set()
 
     def _on_request_gone(self) -> None:
         if not len(self._live):

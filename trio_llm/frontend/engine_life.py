@@ -42,6 +42,7 @@ class EngineLife:
         self.lost: EngineLost | None = None
         """The death after which no other incarnation has become ready yet."""
         self.dead_error: EngineDeadError | None = None
+        self._is_dead = trio.Event()
         self.is_ready = False
         """The first incarnation was, and its tokenizer is loaded."""
 
@@ -63,6 +64,17 @@ class EngineLife:
         """An incarnation is ready: the first, or one that goes on after a death."""
         self.lost = None
         self.step()
+
+    def die(self, error: EngineDeadError) -> None:
+        """The last incarnation is dead."""
+        self.dead_error = error
+        self._is_dead.set()
+
+    async def wait_dead(self) -> EngineDeadError:
+        """Wait until the last incarnation is dead. Cancellation: safe."""
+        await self._is_dead.wait()
+        assert self.dead_error is not None
+        return self.dead_error
 
     def _start_again(self) -> None:
         self.progress = Progress(0, "starting", 0, 0)
@@ -123,7 +135,8 @@ class EngineLife:
                 self._kill(problem)
             left_s = min(self._last_life_s, self._last_life_s if is_starting else self._last_step_s) + limit_s - now_s
             look_s = min(_LONGEST_LOOK_S, limit_s / 4)
-            await trio.sleep(min(left_s, look_s) if left_s > 0 else look_s)
+            with trio.move_on_after(min(left_s, look_s) if left_s > 0 else look_s):
+                await self._is_dead.wait()
 
     def _find_silence(self, limit_s: float) -> str | None:
         if trio.current_time() - self._last_life_s < limit_s:

@@ -186,6 +186,7 @@ class InputProcessor:
             )
         self._check_ids("stop_token_ids", params.stop_token_ids)
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
+        self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("bad_words", chain.from_iterable(bad_words))
         if params.prompt_logprobs is not None:
             check_num_scores("prompt_logprobs", num_tokens * num_scorings(params), params.prompt_logprobs)

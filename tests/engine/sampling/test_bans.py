@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
+from tests.engine.sampling.rows import sample
 from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.sampling.bans import banned_tokens
-from trio_llm.engine.sampling.sampler import sample, sampling_row
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
 
@@ -71,7 +71,7 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken_and_log_probabilities_are_
     rows = torch.tensor([logits])
     params = SamplingParams(seed=0, temperature=0, allowed_token_ids=tuple(allowed), logprobs=0)
 
-    (result,) = sample(rows, [sampling_row(make_sequence([1], params=params), 1, EOS)])
+    (result,) = sample(rows, [make_sequence([1], params=params)], eos_token_ids=EOS)
 
     assert isinstance(result, SampledToken)
     assert result.token_id in allowed
@@ -82,11 +82,8 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken_and_log_probabilities_are_
 
 def test_a_drawn_token_is_an_allowed_one_and_the_other_rows_are_as_without_it() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(40, -1)
-    free = [sampling_row(make_sequence([1] * (i + 1), params=SamplingParams(seed=i)), i + 1, ()) for i in range(40)]
-    bound = [
-        sampling_row(make_sequence([1] * (i + 1), params=SamplingParams(seed=i, allowed_token_ids=(7, 9))), i + 1, ())
-        for i in range(40)
-    ]
+    free = [make_sequence([1] * (i + 1), params=SamplingParams(seed=i)) for i in range(40)]
+    bound = [make_sequence([1] * (i + 1), params=SamplingParams(seed=i, allowed_token_ids=(7, 9))) for i in range(40)]
 
     mixed = sample(logits, [bound[i] if i % 2 else free[i] for i in range(40)])
     alone = sample(logits, free)
@@ -101,7 +98,8 @@ def test_parameters_that_leave_no_token_are_the_error_of_their_row_alone() -> No
 
     first, second = sample(
         logits,
-        [sampling_row(make_sequence([1], params=params), 1, EOS) for params in (hopeless, SamplingParams(seed=0))],
+        [make_sequence([1], params=params) for params in (hopeless, SamplingParams(seed=0))],
+        eos_token_ids=EOS,
     )
 
     assert isinstance(first, RowError)
@@ -112,7 +110,7 @@ def test_parameters_that_leave_no_token_are_the_error_of_their_row_alone() -> No
 def test_allowed_ids_that_the_model_does_not_have_are_ignored() -> None:
     params = SamplingParams(seed=0, allowed_token_ids=(3, WIDTH, 2**31 - 1))
 
-    (result,) = sample(torch.zeros(1, WIDTH), [sampling_row(make_sequence([1], params=params), 1, EOS)])
+    (result,) = sample(torch.zeros(1, WIDTH), [make_sequence([1], params=params)], eos_token_ids=EOS)
 
     assert isinstance(result, SampledToken)
     assert result.token_id == 3

@@ -9,53 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.engine.sampling.rows import make_sampler, make_sequence, sample, token_of
 from trio_llm.engine.executor.base import RowError, SampledToken
-from trio_llm.engine.sampling.sampler import SamplingRow, sample, sampling_row
 from trio_llm.engine.scheduling.sequence import Sequence
-from trio_llm.sampling import SamplingParams
-
-CHI_SQUARE_LIMIT = {3: 21.1, 9: 33.7}  # one in ten thousand, by degrees of freedom
 
 
-def row(seed: int = 0, position: int = 0, banned: frozenset[int] = frozenset(), **params: Any) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), seed, position, banned)
-
-
-def token_of(result: SampledToken | RowError) -> int:
-    assert isinstance(result, SampledToken)
-    return result.token_id
-
-
-def draw_many(logits: list[float], count: int = 4000, **params: Any) -> torch.Tensor:
-    """How often each token came, over seeds and positions."""
-    rows = [row(seed=i // 50, position=i % 50, **params) for i in range(count)]
-    results = sample(torch.tensor([logits]).expand(count, -1), rows)
-    return torch.bincount(torch.tensor([token_of(result) for result in results]), minlength=len(logits)).double()
-
-
-def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
-    expected = probabilities.double() * counts.sum()
-    return float(((counts - expected) ** 2 / expected).sum())
-
-
-@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
-def test_draws_follow_the_softmax_of_the_logits_over_temperature(temperature: float) -> None:
-    logits = [0.3 * i for i in range(10)]
-
-    counts = draw_many(logits, temperature=temperature)
-
-    assert chi_square(counts, torch.softmax(torch.tensor(logits) / temperature, 0)) < CHI_SQUARE_LIMIT[9]
-
-
-@pytest.mark.parametrize("params", [{"top_k": 4}, {"top_p": 0.75}, {"top_k": 6, "top_p": 0.85}])
-def test_draws_after_top_k_and_top_p_follow_what_they_leave(params: dict[str, Any]) -> None:
-    logits = torch.tensor([0.1, 0.4, 0.5, 0.6, 1.9, 2.0, 2.1, 2.2])
-    kept = [4, 5, 6, 7]  # 0.16, 0.18, 0.20 and 0.22 of all
-
-    counts = draw_many(logits.tolist(), **params)
-
-    assert counts[[0, 1, 2, 3]].sum() == 0
-    assert chi_square(counts[kept], torch.softmax(logits[kept], 0)) < CHI_SQUARE_LIMIT[3]
+def row(seed: int = 0, length: int = 1, banned: tuple[int, ...] = (), **params: Any) -> Sequence:
+    """A sequence of so many tokens, which must not get some."""
+    if banned:
+        params |= {"min_tokens": 1, "stop_token_ids": banned}
+    return make_sequence([1] * length, seed=seed, **params)
 
 
 PARAMS = st.fixed_dictionaries(
@@ -75,10 +38,7 @@ def test_a_row_gets_the_same_result_alone_reordered_and_among_others(
 ) -> None:
     torch.manual_seed(len(rows))
     logits = torch.randn(len(rows), 300).bfloat16()
-    asked = [
-        row(seed, position=9, banned=frozenset({1, 2, 3}) if bans else frozenset(), **params)
-        for params, seed, bans in rows
-    ]
+    asked = [row(seed, length=9, banned=(1, 2, 3) if bans else (), **params) for params, seed, bans in rows]
 
     together = sample(logits, asked)
     reversed_ = sample(logits.flip(0), asked[::-1])[::-1]
@@ -121,7 +81,7 @@ def test_a_row_that_is_not_finite_fails_alone(bad: float, params: dict[str, Any]
 def test_a_row_with_all_tokens_banned_fails_alone_and_says_why() -> None:
     logits = torch.zeros(2, 3)
 
-    first, second = sample(logits, [row(banned=frozenset({0, 1, 2})), row(banned=frozenset({0, 1}))])
+    first, second = sample(logits, [row(banned=(0, 1, 2)), row(banned=(0, 1))])
 
     assert isinstance(first, RowError)
     assert "min_tokens" in first.message
@@ -131,7 +91,7 @@ def test_a_row_with_all_tokens_banned_fails_alone_and_says_why() -> None:
 def test_banned_ids_beyond_the_vocabulary_are_ignored_and_logits_are_not_changed() -> None:
     logits = torch.tensor([[1.0, 2.0]])
 
-    assert sample(logits, [row(temperature=0, banned=frozenset({1, 2, 10**9}))]) == [SampledToken(0)]
+    assert sample(logits, [row(temperature=0, banned=(1, 2, 10**9))]) == [SampledToken(0)]
     assert logits.tolist() == [[1.0, 2.0]]
 
 
@@ -139,7 +99,7 @@ def test_logprobs_are_the_models_own_before_temperature_and_bans_with_ranks() ->
     logits = torch.tensor([[1.0, 4.0, 2.0, 3.0]])
     raw = torch.log_softmax(logits[0], 0)
 
-    (result,) = sample(logits, [row(temperature=0, logprobs=3, banned=frozenset({1}))])
+    (result,) = sample(logits, [row(temperature=0, logprobs=3, banned=(1,))])
 
     assert isinstance(result, SampledToken)
     assert result.logprobs is not None
@@ -158,28 +118,47 @@ def test_zero_logprobs_gives_the_sampled_token_alone_and_none_gives_none() -> No
     assert without.logprobs is None
 
 
-def sequence(output: int, **params: Any) -> Sequence:
-    return Sequence(
-        request_id="r",
-        token_ids=[3] * (4 + output),
-        num_prompt_tokens=4,
-        params=SamplingParams(**{"seed": 0, **params}),
-    )
-
-
 @pytest.mark.parametrize(
-    ("output", "ignore_eos", "banned"),
+    ("num_output", "ignore_eos", "banned"),
     [(0, False, {8, 9, 5}), (2, False, {8, 9, 5}), (3, False, set()), (2, True, {5}), (3, True, set())],
 )
 def test_min_tokens_bans_every_end_token_until_enough_were_generated(
-    output: int, ignore_eos: bool, banned: set[int]
+    num_output: int, ignore_eos: bool, banned: set[int]
 ) -> None:
-    made = sampling_row(sequence(output, min_tokens=3, stop_token_ids=(5,), ignore_eos=ignore_eos), 9, (8, 9))
+    logits = torch.arange(10.0).unsqueeze(0)
+    sequence = make_sequence(
+        [3] * (4 + num_output),
+        num_output_tokens=num_output,
+        temperature=0,
+        min_tokens=3,
+        stop_token_ids=(5,),
+        ignore_eos=ignore_eos,
+    )
 
-    assert made.banned == banned
+    (result,) = sample(logits, [sequence], eos_token_ids=(8, 9))
+
+    assert token_of(result) == max(set(range(10)) - banned)
 
 
-def test_the_row_of_a_sequence_has_its_seed_and_the_position_of_the_next_token() -> None:
-    made = sampling_row(sequence(2, seed=77), 6, ())
+def test_min_tokens_ends_in_the_middle_of_a_batch_that_goes_on() -> None:
+    logits = torch.arange(10.0).expand(2, -1)
+    sampler = make_sampler(10, eos_token_ids=(9,))
+    first, second = make_sequence([1], temperature=0, min_tokens=1), make_sequence([1], temperature=0, min_tokens=3)
+    answers = []
 
-    assert (made.seed, made.position) == (77, 6)
+    for _ in range(4):
+        answers.append([token_of(result) for result in sample(logits, [first, second], sampler=sampler)])
+        first.token_ids.append(answers[-1][0])
+        second.token_ids.append(answers[-1][1])
+
+    assert answers == [[8, 8], [9, 8], [9, 8], [9, 9]]
+
+
+def test_the_seed_and_the_position_alone_tell_the_draws_of_equal_rows_apart() -> None:
+    logits = torch.zeros(1, 1000)
+
+    def draw(seed: int, token_ids: list[int]) -> int:
+        return token_of(sample(logits, [make_sequence(token_ids, seed=seed)])[0])
+
+    assert draw(7, [1, 2]) == draw(7, [3, 4])
+    assert len({draw(7, [1, 2]), draw(8, [1, 2]), draw(7, [1, 2, 3]), draw(-(2**63), [1]), draw(2**63 - 1, [1])}) == 5

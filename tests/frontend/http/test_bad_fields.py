@@ -16,6 +16,7 @@ from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_TOKENS,
     MAX_N,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
@@ -32,6 +33,8 @@ NOT_TEXT: list[Any] = [1, 1.5, True, [], {}]
 NOT_BOOLS: list[Any] = ["", "true", 0, 1, 1.5, [], {}]
 HUGE = 2**64
 MANY_DIGITS = Raw("9" * 4000)
+NOT_BIASES: list[Any] = [100.1, -101, HUGE, None, "1", True, [], {}]
+NOT_IDS = ["", "-1", "a", "01", " 1", "1.0", "1e1", "\u0661", "9" * 11, str(2**31), "9" * 4000]
 
 SHARED: dict[str, list[Any]] = {
     "model": NOT_TEXT,
@@ -52,11 +55,19 @@ SHARED: dict[str, list[Any]] = {
     "request_id": [*NOT_TEXT, "", "a b", "a\n", "a" * 129, "é"],
     "n": [0, -1, MAX_N + 1, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "best_of": [2, True],
-    "presence_penalty": [0.5, -3, HUGE, *NOT_NUMBERS],
-    "frequency_penalty": [0.5, *NOT_NUMBERS],
-    "repetition_penalty": [0, 1.1, *NOT_NUMBERS],
-    "min_p": [0.1, -1, *NOT_NUMBERS],
-    "logit_bias": [{"1": 1}, [], "", 1],
+    "presence_penalty": [-2.1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "frequency_penalty": [-2.1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "repetition_penalty": [0, -1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "min_p": [-0.1, 1.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "logit_bias": [
+        [],
+        "",
+        1,
+        True,
+        *[{"1": value} for value in NOT_BIASES],
+        *[{key: 1} for key in NOT_IDS],
+        {str(i): 1 for i in range(MAX_LOGIT_BIAS_TOKENS + 1)},
+    ],
     "bad_words": ["a", "", 1, {}, [""], [1], ["a"] * (MAX_BAD_WORDS + 1), ["x" * (MAX_BAD_WORD_CHARS + 1)]],
     "allowed_token_ids": [[], 1, "", {}, [-1], ["a"], [1.5], [True], [HUGE], [1] * (MAX_ALLOWED_TOKEN_IDS + 1)],
     "logprob_token_ids": [[1]],

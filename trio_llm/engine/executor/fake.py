@@ -239,18 +239,21 @@ class FakeExecutor(Executor):
         index = position - sequence.num_prompt_tokens
         token_id = self._choose(sequence, memory.digests[sequence.num_prompt_tokens - 1], index)
         if sequence.params.allowed_token_ids is not None or sequence.bad_words:
-            allowed_id = self._nearest_allowed(token_id, sequence)
+            is_ahead = position > len(sequence.token_ids)
+            pending = [memory.sampled[1]] if is_ahead and memory.sampled is not None else []
+            allowed_id = self._nearest_allowed(token_id, sequence, pending)
             if allowed_id is None:
                 return RowError(NOTHING_LEFT)
             token_id = allowed_id
         return SampledToken(token_id, self._logprobs(token_id, index, sequence.params.logprobs))
 
-    def _nearest_allowed(self, token_id: int, sequence: Sequence) -> int | None:
+    def _nearest_allowed(self, token_id: int, sequence: Sequence, pending: list[int]) -> int | None:
         """The id itself, or else the next one, going round, that the request lets be sampled; ends only for want of
         others."""
         width, eos = self._fake.logits_width, self._fake.eos_token_ids
         allowed = sequence.params.allowed_token_ids
-        left = {i for i in (range(width) if allowed is None else allowed) if i < width} - banned_tokens(sequence, eos)
+        left = {i for i in (range(width) if allowed is None else allowed) if i < width}
+        left -= banned_tokens(sequence, eos, pending=pending)
         if token_id in left:
             return token_id
         return min(left - set(eos) or left, key=lambda one: (one - token_id) % width, default=None)

@@ -1,7 +1,7 @@
 """TorchExecutor: runs step plans on a model in this process.
 
-Used by the engine's loop, from one thread. Nothing is kept between steps but the KV cache, so a step that
-failed leaves nothing behind but slots that are written again.
+Used by the engine's loop, from one thread. Nothing is kept between steps but the KV cache, whose slots are
+written again after a step that failed, and what the sampler could make again from the sequences.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 import transformers
+from torch import Tensor
 
 from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.executor.base import (
@@ -20,7 +21,6 @@ from trio_llm.engine.executor.base import (
     PooledVector,
     ProgressCallback,
     RowError,
-    SampledToken,
     ScheduledChunk,
     StepPlan,
     StepResult,
@@ -30,7 +30,7 @@ from trio_llm.engine.models.classifier import SequenceClassifier, load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.ops.attention import BLOCK_SIZE
 from trio_llm.engine.sampling.logprobs import logprob_rows
-from trio_llm.engine.sampling.sampler import sample, sampling_row
+from trio_llm.engine.sampling.sampler import PendingTokens, Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.worker.batch import Batch, build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
@@ -52,10 +52,17 @@ _SCORE_SLICE_BYTES: Final = 32 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchStep:
-    result: StepResult
+    are_sampled: list[bool]
+    """Of the sequences that end in the step, in order: a token, or else a vector."""
+    tokens: PendingTokens | None
+    vectors: list[PooledVector | RowError]
+    scored: tuple[list[LogprobRow], ...]
 
     def wait(self) -> StepResult:
-        return self.result
+        tokens = iter(self.tokens.wait() if self.tokens is not None else ())
+        vectors = iter(self.vectors)
+        outcomes = tuple(next(tokens) if is_sampled else next(vectors) for is_sampled in self.are_sampled)
+        return StepResult(outcomes, self.scored)
 
 
 class TorchExecutor(Executor):
@@ -70,6 +77,7 @@ class TorchExecutor(Executor):
         """Of the step that was launched last."""
         self._sampled_rows: dict[Sequence, int] = {}
         """Where each sequence's token stands among them."""
+        self._sampler = Sampler(model.eos_token_ids, width=model.logits_width, device=model.device)
         self._info = ModelConfig(
             model_dir=model_dir,
             max_model_len=cache.max_model_len,
@@ -104,7 +112,7 @@ class TorchExecutor(Executor):
             Exception: whatever torch raises; the engine ends.
         """
         if not plan.chunks:
-            return _TorchStep(StepResult(()))
+            return _TorchStep([], None, [], ())
         batch = build_batch(plan, self._model.device)
         self._fill_in_pending(batch)
         inputs = batch.token_ids, batch.positions, batch.logits_rows
@@ -117,19 +125,23 @@ class TorchExecutor(Executor):
         else:
             logits = self._model.forward(*inputs, kv=self._kv, attention=batch.attention)
         ends = [chunk for chunk in plan.chunks if chunk.samples]
-        sampling = [chunk for chunk in ends if chunk.sequence.pooling is None]
-        rows = [sampling_row(chunk.sequence, chunk.start + chunk.count, self._info.eos_token_ids) for chunk in sampling]
         # A model samples or classifies: all rows of logits are for one of the two.
-        sampled: list[SampledToken | RowError] = sample(logits, rows) if rows else []
-        token_ids = [outcome.token_id if isinstance(outcome, SampledToken) else 0 for outcome in sampled]
-        self._sampled_ids = torch.tensor(token_ids, dtype=torch.int64, device=self._model.device)
-        self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(sampling)}
-        tokens = iter(sampled)
-        vectors = iter(self._pooler.pool(plan, None if hidden is None else hidden.tokens, logits))
-        results: list[SampledToken | PooledVector | RowError] = [
-            next(tokens) if chunk.sequence.pooling is None else next(vectors) for chunk in ends
-        ]
-        return _TorchStep(StepResult(tuple(results), scored))
+        tokens = self._sample([chunk for chunk in ends if chunk.sequence.pooling is None], batch, logits)
+        vectors = self._pooler.pool(plan, None if hidden is None else hidden.tokens, logits)
+        return _TorchStep([chunk.sequence.pooling is None for chunk in ends], tokens, vectors, scored)
+
+    def _sample(self, chunks: list[ScheduledChunk], batch: Batch, logits: Tensor) -> PendingTokens | None:
+        if not chunks:
+            return None
+        pending = self._sampler.launch(
+            logits,
+            [chunk.sequence for chunk in chunks],
+            positions=[chunk.start + chunk.count for chunk in chunks],
+            previous=batch.token_ids.index_select(0, batch.logits_rows),
+        )
+        self._sampled_ids = pending.token_ids
+        self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(chunks)}
+        return pending
 
     def _fill_in_pending(self, batch: Batch) -> None:
         """Put the tokens into a batch that the step before samples: from the device to the device."""

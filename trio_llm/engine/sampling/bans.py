@@ -1,6 +1,7 @@
 """Bans: which tokens a sequence must not get next.
 
-Pure. Used by the sampler and the fake executor.
+Pure. `banned_tokens` is the rule in plain words: for the fake executor, and for tests of the sampler, which bans
+the same tokens on the device.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from trio_llm.engine.scheduling.sequence import Sequence as EngineSequence
+from trio_llm.sampling import SamplingParams
 
-__all__ = ["NOTHING_LEFT", "banned_tokens"]
+__all__ = ["NOTHING_LEFT", "banned_tokens", "end_tokens"]
 
 NOTHING_LEFT: Final = (
     "min_tokens, stop_token_ids, allowed_token_ids and bad_words together leave no token that could be sampled"
@@ -18,21 +20,28 @@ NOTHING_LEFT: Final = (
 _NOTHING: Final[frozenset[int]] = frozenset()
 
 
-def banned_tokens(sequence: EngineSequence, eos_token_ids: Iterable[int]) -> frozenset[int]:
-    """Tokens that must not come next: ends of the answer before `min_tokens`, and last tokens of bad words."""
-    params = sequence.params
+def end_tokens(params: SamplingParams, eos_token_ids: Iterable[int]) -> frozenset[int]:
+    """What ends an answer, and is banned before `min_tokens`."""
+    return frozenset(params.stop_token_ids) | (_NOTHING if params.ignore_eos else frozenset(eos_token_ids))
+
+
+def banned_tokens(
+    sequence: EngineSequence, eos_token_ids: Iterable[int], *, pending: Sequence[int] = ()
+) -> frozenset[int]:
+    """Tokens that must not come next: ends of the answer before `min_tokens`, and last tokens of bad words.
+
+    Args:
+        pending: tokens after those that the sequence has, which it was not told yet.
+    """
     banned = _NOTHING
-    if sequence.num_output_tokens < params.min_tokens:
-        banned = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            banned |= frozenset(eos_token_ids)
+    if sequence.num_output_tokens + len(pending) < sequence.params.min_tokens:
+        banned = end_tokens(sequence.params, eos_token_ids)
     if sequence.bad_words:
-        banned |= _last_tokens(sequence.bad_words, sequence.token_ids)
+        longest = max(map(len, sequence.bad_words)) - 1
+        banned |= _last_tokens(sequence.bad_words, [*sequence.token_ids[-longest:], *pending] if longest else [])
     return banned
 
 
-def _last_tokens(bad_words: Sequence[Sequence[int]], token_ids: Sequence[int]) -> frozenset[int]:
+def _last_tokens(bad_words: Sequence[Sequence[int]], tail: list[int]) -> frozenset[int]:
     """The last token of each word whose other tokens stand at the end of the sequence, prompt included."""
-    longest = max(map(len, bad_words)) - 1
-    tail = list(token_ids[-longest:]) if longest else []
     return frozenset(word[-1] for word in bad_words if len(word) == 1 or tail[-(len(word) - 1) :] == list(word[:-1]))

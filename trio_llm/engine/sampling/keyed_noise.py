@@ -7,64 +7,90 @@ every device computes the same bits up to the logarithm. Used by the sampler.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel_noise", "row_key"]
+__all__ = ["gumbel_noise", "log_race", "mix_seeds", "row_keys", "token_hashes"]
 
-_MASK64 = 2**64 - 1
 _LARGEST_BELOW_ONE = 1 - 2**-24  # float32
+_MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 
 
-def row_key(seed: int, position: int) -> int:
-    """Mix a seed (int64) and the position of the token to draw into 64 bits."""
-    return _mix64(_mix64(seed & _MASK64) + position)
+def mix_seeds(seeds: Tensor) -> Tensor:
+    """What `row_keys` wants of seeds: int64[R] to int64[R]. Once for each request."""
+    return _mix64(seeds)
 
 
-def gumbel_noise(keys: Sequence[int], token_ids: Tensor) -> Tensor:
+def row_keys(mixed_seeds: Tensor, positions: Tensor) -> Tensor:
+    """Mix seeds and the positions of the tokens to draw into 64 bits.
+
+    Args:
+        mixed_seeds: int64[R], of `mix_seeds`.
+        positions: int64[R].
+    Returns:
+        int64[R].
+    """
+    return _mix64(mixed_seeds + positions)
+
+
+def token_hashes(token_ids: Tensor) -> Tensor:
+    """What `gumbel_noise` wants of token ids: int32[1, K] to int32[1, K]. Once for each model."""
+    return _mix32(token_ids * _signed32(0x9E3779B1))
+
+
+def gumbel_noise(keys: Tensor, hashes: Tensor) -> Tensor:
     """Standard Gumbel noise.
 
     Args:
-        keys: R row keys.
-        token_ids: int32[R, K], or int32[1, K] for the same ids in every row.
+        keys: int64[R], of `row_keys`.
+        hashes: int32[1, K], of `token_hashes`.
     Returns:
         float32[R, K].
     """
-    device = token_ids.device
-    low = torch.tensor([_signed32(key) for key in keys], dtype=torch.int32, device=device).unsqueeze(1)
-    high = torch.tensor([_signed32(key >> 32) for key in keys], dtype=torch.int32, device=device).unsqueeze(1)
-    bits = _mix32(_mix32(token_ids * _signed32(0x9E3779B1)) ^ low)  # the inner hash is shared by the rows
-    bits = _mix32(bits.add_(high))
-    # An exponential variable from v in (0, 1): small v, which win the race, keep full precision.
-    v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32).mul_(2.0**-31).add_(2.0**-32).clamp_(max=_LARGEST_BELOW_ONE)
-    return v.neg_().log1p_().neg_().log_().neg_()
+    return log_race(keys, hashes).neg_()
 
 
-def _mix64(x: int) -> int:
-    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), with its increment."""
-    x = (x + 0x9E3779B97F4A7C15) & _MASK64
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
-    return x ^ (x >> 31)
+def log_race(keys: Tensor, hashes: Tensor) -> Tensor:
+    """What `gumbel_noise` gives, negated: for callers that subtract it, which saves a pass."""
+    halves = keys.unsqueeze(1).view(torch.int32)  # [R, 2]: low, high
+    bits = _mix32_(hashes ^ halves[:, :1])
+    bits = _mix32_(bits.add_(halves[:, 1:]))
+    # An exponential variable from v in (0, 1): small v, which win the race, keep full precision. Here it is -v.
+    minus_v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32)
+    torch.add(_MINUS_HALF_A_STEP, minus_v, alpha=-(2.0**-31), out=minus_v)
+    return minus_v.clamp_(min=-_LARGEST_BELOW_ONE).log1p_().neg_().log_()
+
+
+def _mix64(x: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele, Lea, Flood 2014), with its increment, on int64, which wraps around."""
+    x = x + _signed64(0x9E3779B97F4A7C15)
+    x = (x ^ _shift_right(x, 30, bits=64)) * _signed64(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift_right(x, 27, bits=64)) * _signed64(0x94D049BB133111EB)
+    return x ^ _shift_right(x, 31, bits=64)
 
 
 def _mix32(x: Tensor) -> Tensor:
-    """The finaliser of MurmurHash3 on int32, whose products wrap around. Makes one new tensor."""
-    x = x ^ _shift_right(x, 16)
+    return _mix32_(x.clone())
+
+
+def _mix32_(x: Tensor) -> Tensor:
+    """The finaliser of MurmurHash3 on int32, whose products wrap around. In place."""
+    x ^= _shift_right(x, 16, bits=32)
     x.mul_(_signed32(0x85EBCA6B))
-    x ^= _shift_right(x, 13)
+    x ^= _shift_right(x, 13, bits=32)
     x.mul_(_signed32(0xC2B2AE35))
-    x ^= _shift_right(x, 16)
+    x ^= _shift_right(x, 16, bits=32)
     return x
 
 
-def _shift_right(x: Tensor, count: int) -> Tensor:
-    """Shift without the sign: torch's own shift of an int32 keeps it."""
-    return (x >> count).bitwise_and_((1 << (32 - count)) - 1)
+def _shift_right(x: Tensor, count: int, *, bits: int) -> Tensor:
+    """Shift without the sign: torch's own shift of signed integers keeps it."""
+    return (x >> count).bitwise_and_((1 << (bits - count)) - 1)
 
 
 def _signed32(x: int) -> int:
-    x &= 0xFFFFFFFF
     return x - 2**32 if x >= 2**31 else x
+
+
+def _signed64(x: int) -> int:
+    return x - 2**64 if x >= 2**63 else x

@@ -1,137 +1,175 @@
 """Sampler: logits of many rows to one token each, by each row's own parameters.
 
-A row's result depends on its logits, parameters, seed and position alone. A row that cannot be sampled
-gets an error of its own. Used by the torch executor.
+A row's result depends on its logits, tokens, parameters, seed and position alone. A row that cannot be sampled
+gets an error of its own. An option costs something for the rows that use it. Used by the torch executor.
+
+Order: log-probabilities of the model itself; allowed_token_ids; bad_words, min_tokens and logit_bias; penalties;
+temperature; min_p; top_k; top_p; draw.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence as Rows
 
 import torch
 from torch import Tensor
 
 from trio_llm.engine.executor.base import RowError, SampledToken
-from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
-from trio_llm.engine.sampling.filters import filter_threshold
-from trio_llm.engine.sampling.keyed_noise import gumbel_noise, row_key
-from trio_llm.engine.sampling.logprobs import logprob_rows
-from trio_llm.engine.scheduling.sequence import Sequence as EngineSequence
-from trio_llm.sampling import SamplingParams
+from trio_llm.engine.sampling.bans import NOTHING_LEFT
+from trio_llm.engine.sampling.kept import KeptSequences
+from trio_llm.engine.sampling.keyed_noise import log_race, row_keys, token_hashes
+from trio_llm.engine.sampling.layout import Layout
+from trio_llm.engine.sampling.logprobs import PendingLogprobs
+from trio_llm.engine.sampling.transfer import HostCopy
+from trio_llm.engine.scheduling.sequence import Sequence
 
-__all__ = ["SamplingRow", "sample", "sampling_row"]
+__all__ = ["PendingTokens", "Sampler"]
 
+_BLOCK_TOKENS = 4 * 49_152
+"""Scores for each thread of a CPU at once: noise takes many passes, which are quicker in its cache."""
+_CHUNK = 256
+_MANY_TOKENS = 4096
 _NOT_FINITE = "the model computed NaN or infinity instead of scores; this request cannot go on"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingRow:
-    """What the sampler must know about one row."""
+class PendingTokens:
+    """The tokens of a step that was launched."""
 
-    params: SamplingParams
-    seed: int
-    position: int
-    """Where the new token will stand in its sequence."""
-    banned: frozenset[int] = frozenset()
-    """Tokens that must not be sampled at this position."""
+    def __init__(self, token_ids: Tensor, best: Tensor, layout: Layout, logprobs: PendingLogprobs | None) -> None:
+        self.token_ids = token_ids
+        """int64[B], on the device; the next step may be launched with them. Within the vocabulary, also for rows that
+        failed, whose tokens mean nothing."""
+        self._copy = HostCopy(token_ids, best)
+        self._is_edited = layout.is_edited
+        self._has_logprobs = layout.has_logprobs
+        self._logprobs = logprobs
 
-
-def sampling_row(sequence: EngineSequence, position: int, eos_token_ids: Iterable[int]) -> SamplingRow:
-    """The row for a sequence's token at `position`. The front end has drawn a seed where the caller did not set one."""
-    params = sequence.params
-    assert params.seed is not None
-    return SamplingRow(params, params.seed, position, banned_tokens(sequence, eos_token_ids))
-
-
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken | RowError]:
-    """Choose the next token of every row.
-
-    Order: log-probabilities of the model itself; tokens allowed; tokens banned; temperature; top-k; top-p; draw.
-
-    Args:
-        logits: [B, V] of any floating type; not changed.
-        rows: B of them.
-    Returns:
-        B results in order.
-    """
-    likeliest, errors = _argmax(logits)
-    scores = logits
-    if any(row.banned or row.params.allowed_token_ids is not None for row in rows):
-        scores = _restrict(logits, rows)
-        likeliest, after = _argmax(scores)
-        errors = [
-            _NOT_FINITE if before else NOTHING_LEFT if now else None for before, now in zip(errors, after, strict=True)
+    def wait(self) -> list[SampledToken | RowError]:
+        """B results in order. The one place that waits for the device."""
+        token_ids, best = self._copy.wait()
+        results: list[SampledToken | RowError] = [
+            SampledToken(token) if math.isfinite(score) else self._error(i, score)
+            for i, (token, score) in enumerate(zip(token_ids.tolist(), best.tolist(), strict=True))
         ]
-    drawn = [i for i, row in enumerate(rows) if not row.params.is_greedy and errors[i] is None]
-    tokens: list[int] = likeliest.tolist()
-    if drawn:
-        picked = scores if len(drawn) == len(rows) else scores[torch.tensor(drawn, device=scores.device)]
-        for i, token in zip(drawn, _draw(picked.float(), [rows[i] for i in drawn]).tolist(), strict=True):
-            tokens[i] = token
+        if self._logprobs is not None:
+            wanted = (i for i, has in enumerate(self._has_logprobs) if has)
+            for i, row in zip(wanted, self._logprobs.wait(), strict=True):
+                result = results[i]
+                if isinstance(result, SampledToken):
+                    results[i] = SampledToken(result.token_id, row)
+        return results
 
-    results: list[SampledToken | RowError] = [
-        SampledToken(token) if error is None else RowError(error) for token, error in zip(tokens, errors, strict=True)
-    ]
-    _add_logprobs(results, logits, rows)
-    return results
+    def _error(self, row: int, best: float) -> RowError:
+        return RowError(NOTHING_LEFT if self._is_edited[row] and best == -math.inf else _NOT_FINITE)
 
 
-def _argmax(logits: Tensor) -> tuple[Tensor, list[str | None]]:
-    """The likeliest token of each row, int64[B], and an error for each row that has none."""
-    best = logits.argmax(1)  # NaN counts as the largest
-    values = logits.gather(1, best.unsqueeze(1)).squeeze(1)
-    return best, [None if is_fine else _NOT_FINITE for is_fine in torch.isfinite(values).tolist()]
+class Sampler:
+    """For one model. What it keeps between steps saves time and changes no result."""
+
+    def __init__(self, eos_token_ids: tuple[int, ...], *, width: int, device: torch.device) -> None:
+        self._kept = KeptSequences(eos_token_ids, width=width, device=device)
+        with torch.inference_mode():
+            self._hashes = token_hashes(torch.arange(width, dtype=torch.int32, device=device).unsqueeze(0))
+        self._layout: Layout | None = None
+
+    @property
+    def num_kept(self) -> int:
+        """Sequences that something is kept of."""
+        return len(self._kept)
+
+    @property
+    def num_count_rows(self) -> int:
+        """Rows of counts for penalties that memory is taken for, 4 bytes a token of the vocabulary each."""
+        return len(self._kept.counts.table)
+
+    @torch.inference_mode()
+    def launch(self, logits: Tensor, rows: Rows[Sequence], *, positions: list[int], previous: Tensor) -> PendingTokens:
+        """Begin to choose the next token of every row; wait for nothing on a GPU.
+
+        Args:
+            logits: [B, V] of any floating type; not changed.
+            rows: B different sequences with their seeds set. The host may lack the last token of each, no other.
+            positions: where the new tokens will stand in their sequences: how many tokens come before each.
+            previous: int64[B], the token before each, on the device.
+        """
+        layout = self._layout
+        if layout is None or not layout.goes_on_with(rows, positions):
+            if layout is not None:
+                layout.close()
+            layout = self._layout = Layout(rows, positions, self._kept)
+        best, token_ids = self._choose(logits, layout, previous)
+        layout.advance()
+        logprobs = None
+        if layout.num_top:
+            of_rows, of_tokens = logits, token_ids
+            if layout.logprob_rows is not None:
+                of_rows = logits.index_select(0, layout.logprob_rows)
+                of_tokens = token_ids.index_select(0, layout.logprob_rows)
+            logprobs = PendingLogprobs(of_rows, of_tokens, layout.num_top)
+        return PendingTokens(token_ids, best, layout, logprobs)
+
+    def _choose(self, logits: Tensor, layout: Layout, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """The best score of each row, and its token, int64[B]."""
+        if layout.num_scores == 0:
+            return _likeliest(logits)
+        scores = (logits if layout.scored is None else logits.index_select(0, layout.scored)).float()
+        if scores is logits and (layout.edits or layout.regions):
+            scores = logits.clone()
+        for edit in layout.edits:
+            edit.apply(scores[: layout.num_edited], previous)
+        parts = []
+        if layout.drawn_from > 0:
+            parts.append(_likeliest(scores[: layout.drawn_from]))
+        if layout.drawn_from < layout.num_scores:
+            parts.append(self._draw(scores, layout, is_own=scores is not logits))
+        if layout.greedy is not None and len(layout.greedy):
+            best, token_ids = _likeliest(logits.index_select(0, layout.greedy))
+            parts.append((best.float(), token_ids))
+        if len(parts) == 1 and layout.back is None:
+            return parts[0]
+        best, token_ids = (torch.cat(column) for column in zip(*parts, strict=True))
+        if layout.back is None:
+            return best, token_ids
+        return best.index_select(0, layout.back), token_ids.index_select(0, layout.back)
+
+    def _draw(self, scores: Tensor, layout: Layout, *, is_own: bool) -> tuple[Tensor, Tensor]:
+        """A token of each row to draw, int64[D], and the score that won it.
+
+        Args:
+            is_own: the scores may be changed.
+        """
+        drawn = scores[layout.drawn_from :]
+        if layout.temperature is not None:
+            drawn = drawn.div_(layout.temperature) if is_own else drawn / layout.temperature
+        for region in layout.regions:
+            part = scores[region.begin : region.end]
+            part.masked_fill_(part < region.filter.threshold(part), float("-inf"))
+        keys = row_keys(layout.seeds, layout.positions)
+        layout.positions.add_(1)
+        num_rows = max(1, torch.get_num_threads() * _BLOCK_TOKENS // scores.shape[1])
+        if scores.is_cuda or len(keys) <= num_rows:
+            return _likeliest(drawn - log_race(keys, self._hashes))
+        blocks = [
+            _likeliest(some - log_race(keys_of_some, self._hashes))
+            for some, keys_of_some in zip(drawn.split(num_rows), keys.split(num_rows), strict=True)
+        ]
+        best, token_ids = (torch.cat(column) for column in zip(*blocks, strict=True))
+        return best, token_ids
 
 
-def _restrict(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """A copy without the tokens that each row must not choose. Ids that the model does not have are ignored."""
-    width = logits.shape[1]
-    pairs = [(i, token) for i, row in enumerate(rows) for token in row.banned if token < width]
-    scores = logits.clone()
-    for i, row in enumerate(rows):
-        if row.params.allowed_token_ids is not None:
-            allowed = [token for token in row.params.allowed_token_ids if token < width]
-            where = torch.tensor(allowed, dtype=torch.int64, device=logits.device)
-            scores[i] = float("-inf")
-            scores[i, where] = logits[i, where]
-    if pairs:
-        where = torch.tensor(pairs, dtype=torch.int64, device=logits.device).unbind(1)
-        scores[where] = float("-inf")
-    return scores
-
-
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
-    """Draw one token a row, int64[R], from float32[R, V], which are not changed."""
-    device = logits.device
-    temperature = torch.tensor([row.params.temperature for row in rows], dtype=torch.float32, device=device)
-    scaled = logits / temperature.unsqueeze(1)
-    filtered = [i for i, row in enumerate(rows) if row.params.top_p < 1 or 0 < row.params.top_k < logits.shape[1]]
-    if filtered:
-        index = torch.tensor(filtered, device=device)
-        chosen = scaled[index]
-        threshold = filter_threshold(
-            chosen,
-            torch.tensor([min(rows[i].params.top_k, logits.shape[1]) for i in filtered], device=device),
-            torch.tensor([rows[i].params.top_p for i in filtered], dtype=torch.float32, device=device),
-        )
-        scaled[index] = chosen.masked_fill(chosen < threshold, float("-inf"))
-    token_ids = torch.arange(logits.shape[1], dtype=torch.int32, device=device).unsqueeze(0)
-    noise = gumbel_noise([row_key(row.seed, row.position) for row in rows], token_ids)
-    return scaled.add_(noise).argmax(1)
-
-
-def _add_logprobs(results: list[SampledToken | RowError], logits: Tensor, rows: Sequence[SamplingRow]) -> None:
-    """Put log-probabilities, of the distribution before bans and temperature, to the rows that asked for them."""
-    wanted = [
-        (i, result.token_id)
-        for i, (row, result) in enumerate(zip(rows, results, strict=True))
-        if row.params.logprobs is not None and isinstance(result, SampledToken)
-    ]
-    if not wanted:
-        return
-    index = [i for i, _ in wanted]
-    counts = [rows[i].params.logprobs or 0 for i in index]
-    picked = logits[torch.tensor(index, device=logits.device)]
-    for (i, token), row in zip(wanted, logprob_rows(picked, [token for _, token in wanted], counts), strict=True):
-        results[i] = SampledToken(token, row)
+def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest score of each row, the first of equals, and its index, int64[R]. NaN counts as the largest."""
+    width = scores.shape[1]
+    if scores.is_cuda or width < _MANY_TOKENS:
+        best, index = scores.max(1)
+        return best, index
+    # On a CPU the index costs many times what the value does, so it is looked for in one chunk.
+    num_chunks = width // _CHUNK
+    chunk = scores[:, : num_chunks * _CHUNK].unflatten(1, (num_chunks, _CHUNK)).amax(2).argmax(1, keepdim=True)
+    candidates = chunk * _CHUNK + torch.arange(_CHUNK)
+    if num_chunks * _CHUNK < width:
+        rest = torch.arange(num_chunks * _CHUNK, width).expand(len(scores), -1)
+        candidates = torch.cat((candidates, rest), dim=1)
+    best, place = scores.gather(1, candidates).max(1)
+    return best, candidates.gather(1, place.unsqueeze(1)).squeeze(1)

@@ -17,6 +17,7 @@ from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_TOKENS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     RequestOutputKind,
@@ -87,6 +88,12 @@ class CommonFields(StrictModel):
     allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
     bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
     prompt_logprobs: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    # JSON has no other keys than strings.
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MAX_LOGIT_BIAS_TOKENS)] = None
     return_token_ids: bool | None = None
     timeout: float | None = None
     request_id: RequestId = None
@@ -148,12 +155,7 @@ def _number(neutral: float) -> Neutral:
 
 NOT_SUPPORTED: Mapping[str, Neutral] = {
     "best_of": only(1),
-    "min_p": _number(0),
-    "presence_penalty": _number(0),
-    "frequency_penalty": _number(0),
-    "repetition_penalty": _number(1),
     "length_penalty": _number(1),
-    "logit_bias": only({}),
     "logprob_token_ids": only([]),
     "prompt_embeds": only(),
     "use_beam_search": only(False),
@@ -222,9 +224,27 @@ def sampling_params(
         "allowed_token_ids": fields.allowed_token_ids,
         "bad_words": fields.bad_words,
         "prompt_logprobs": fields.prompt_logprobs,
+        "min_p": fields.min_p,
+        "presence_penalty": fields.presence_penalty,
+        "frequency_penalty": fields.frequency_penalty,
+        "repetition_penalty": fields.repetition_penalty,
+        "logit_bias": None if fields.logit_bias is None else _logit_bias(fields.logit_bias),
         "logprobs": logprobs,
     }
     return SamplingParams(
         output_kind=RequestOutputKind.DELTA if fields.stream else RequestOutputKind.FINAL_ONLY,
         **{**defaults, **{name: value for name, value in given.items() if value is not None}},
     )
+
+
+def _logit_bias(bias: Mapping[str, float]) -> dict[int, float]:
+    """With the keys that the engine knows.
+
+    Raises:
+        InvalidRequestError: a key is not a token id in plain decimal.
+    """
+    for key in bias:
+        # Nothing but what `str` makes of an id, so that no two keys are the same id. The largest has ten digits.
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+            raise InvalidRequestError(f"logit_bias: {quote(key)} is not a token id", "logit_bias")
+    return {int(key): value for key, value in bias.items()}
