@@ -23,7 +23,7 @@ from trio_llm.frontend.http.openai.completions import (
 )
 from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, Neutral
 from trio_llm.frontend.http.openai.openapi import openapi_document
-from trio_llm.frontend.input_processor import MAX_PROMPT_LOGPROBS
+from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS, MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.sampling import (
@@ -119,6 +119,7 @@ def test_the_limits_of_the_page_are_the_code_s() -> None:
     assert f"up to {MAX_BAD_WORDS} words, of up to {MAX_BAD_WORD_CHARS} characters" in both["bad_words"]
     assert f"0 to {MAX_LOGPROBS} alternatives" in both["prompt_logprobs"]
     assert f"may have {MAX_PROMPT_LOGPROBS} of them" in " ".join(section("Answers").split())
+    assert f"1 to {MAX_CACHE_SALT_CHARS} characters" in both["cache_salt"]
     assert f"1 to {MAX_MESSAGES} objects" in chat["messages"]
     assert f"up to {MAX_PARTS} parts" in chat["messages"]
     assert f"0 to {MAX_LOGPROBS} alternatives" in chat["top_logprobs"]

@@ -26,7 +26,7 @@ from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.input_processor import InputProcessor, check_priority, make_internal_id
+from trio_llm.frontend.input_processor import InputProcessor, check_cache_salt, check_priority, make_internal_id
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
@@ -38,7 +38,7 @@ from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
 from trio_llm.frontend.status import EngineStatus
 from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import ModelConfig, Progress, Ready
+from trio_llm.wire.messages import EngineCoreRequest, ModelConfig, Progress, Ready
 
 __all__ = ["AsyncLLM"]
 
@@ -132,21 +132,27 @@ class AsyncLLM(EngineClient):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> GenerateStream:
         external_id = request_id if request_id is not None else uuid.uuid4().hex
         params = params if params is not None else SamplingParams()
+        internal_id = make_internal_id(external_id)
+        blank = EngineCoreRequest(internal_id, [], params, priority=priority, cache_salt=cache_salt)
         if not isinstance(prompt, str | list) and isinstance(prompt, AsyncIterable):
-            admit = partial(self._admit_session, prompt, params, external_id, priority)
+            admit = partial(self._admit_session, prompt, blank, external_id)
         else:
-            admit = partial(self._admit, prompt, params, external_id, priority)
+            admit = partial(self._admit, prompt, blank, external_id)
         return GenerateStream(external_id, admit, self._handler.leave, self._handler.resubmit)
 
-    async def _admit(
-        self, prompt: str | list[int], params: SamplingParams, external_id: str, priority: int
-    ) -> LiveRequest:
+    async def _admit(self, prompt: str | list[int], blank: EngineCoreRequest, external_id: str) -> LiveRequest:
+        """
+        Args:
+            blank: the request without its prompt, not checked yet.
+        """
         arrived_s = trio.current_time()
         _check_request_id(external_id)
         self.check_admission()
+        params = blank.params
         token_ids = await self.renderer.render_prompt(prompt)
         bad_words = await self.renderer.render_bad_words(params.bad_words) if params.bad_words else []
         await trio.lowlevel.checkpoint()
@@ -156,27 +162,28 @@ class AsyncLLM(EngineClient):
         request = self.input_processor.process(
             token_ids,
             params,
-            request_id=make_internal_id(external_id),
-            priority=priority,
+            request_id=blank.request_id,
+            priority=blank.priority,
+            cache_salt=blank.cache_salt,
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
         return self._handler.submit(request, external_id, arrived_s)
 
     async def _admit_session(
-        self, inputs: AsyncIterable[StreamingInput], params: SamplingParams, external_id: str, priority: int
+        self, inputs: AsyncIterable[StreamingInput], blank: EngineCoreRequest, external_id: str
     ) -> LiveRequest:
         _check_request_id(external_id)
-        check_priority(priority)
-        check_session_params(params)
+        check_priority(blank.priority)
+        check_cache_salt(blank.cache_salt)
+        check_session_params(blank.params)
         await trio.lowlevel.checkpoint()
         self.check_admission()
         assert self._nursery is not None
         session = Session(
             inputs,
-            params,
+            blank,
             external_id=external_id,
-            priority=priority,
             renderer=self.renderer,
             input_processor=self.input_processor,
             handler=self._handler,

@@ -83,10 +83,18 @@ class EngineClient(LibraryCalls):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestStream:
         """Generate for one prompt (text or token ids).
 
         Use: `async with llm.generate(...) as stream: async for output in stream: ...`
+
+        Args:
+            params: None: all defaults.
+            request_id: the caller's, 1 to 256 characters; need not be unique. None: one is made.
+            priority: whom to serve first, the lower one; 64 bits.
+            cache_salt: 1 to 256 characters; what was computed of prompts is shared only among requests with the same
+                one. None: with all that have none.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
         begun by then, and takes it again if the stream is read all the same.

@@ -14,10 +14,20 @@ import msgspec
 
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.text.parallel_sampling import num_scorings
-from trio_llm.sampling import SamplingParams
+from trio_llm.sampling import SamplingParams, is_valid_text
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig
 
-__all__ = ["MAX_PROMPT_LOGPROBS", "InputProcessor", "check_num_scores", "check_priority", "make_internal_id"]
+__all__ = [
+    "MAX_CACHE_SALT_CHARS",
+    "MAX_PROMPT_LOGPROBS",
+    "InputProcessor",
+    "check_cache_salt",
+    "check_num_scores",
+    "check_priority",
+    "make_internal_id",
+]
+
+MAX_CACHE_SALT_CHARS: Final = 256
 
 MAX_PROMPT_LOGPROBS: Final = 128 * 1024
 """Log-probabilities of one request's prompts: about 20 MB of objects while the answer is put together."""
@@ -46,6 +56,21 @@ def check_priority(priority: int) -> None:
         raise InvalidRequestError("priority must be a 64-bit integer", "priority")
 
 
+def check_cache_salt(cache_salt: str | None) -> None:
+    """Raise InvalidRequestError unless it is None or 1 to `MAX_CACHE_SALT_CHARS` characters of valid text."""
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str) or not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+        # Not quoted: it may be somebody's secret.
+        raise InvalidRequestError(
+            f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters; leave it out to share with all "
+            "requests that have none",
+            "cache_salt",
+        )
+    if not is_valid_text(cache_salt):
+        raise InvalidRequestError("cache_salt contains a lone surrogate, which is not valid text", "cache_salt")
+
+
 def make_internal_id(external_id: str) -> str:
     """Unique for ever, while callers may use an id again whenever they like."""
     return f"{external_id}-{secrets.token_hex(4)}"
@@ -64,6 +89,7 @@ class InputProcessor:
         *,
         request_id: str,
         priority: int = 0,
+        cache_salt: str | None = None,
         deadline_s: float | None = None,
         bad_words_token_ids: list[list[int]] | None = None,
     ) -> EngineCoreRequest:
@@ -96,6 +122,7 @@ class InputProcessor:
             times = num_scorings(params)
             check_num_scores("prompt_logprobs", len(prompt_token_ids) * times, params.prompt_logprobs)
         check_priority(priority)
+        check_cache_salt(cache_salt)
         filled = msgspec.structs.replace(
             params,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
@@ -109,6 +136,7 @@ class InputProcessor:
             priority=priority,
             deadline_s=deadline_s,
             bad_words_token_ids=bad_words,
+            cache_salt=cache_salt,
         )
 
     def _check_ids(self, name: str, token_ids: Iterable[int]) -> None:

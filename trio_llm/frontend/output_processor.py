@@ -201,6 +201,8 @@ class OutputProcessor:
             return ProcessedRow(state, is_gone=True) if is_gone else None
         if row.num_cached_tokens:
             state.num_cached_tokens = row.num_cached_tokens
+            if state.family is not None and state.index == 0:
+                state.family.num_cached_tokens = row.num_cached_tokens
         if row.prompt_logprobs is not None:
             return self._take_prompt_logprobs(state, row, row.prompt_logprobs)
         try:
@@ -322,7 +324,8 @@ def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput |
             return None
     elif not news.token_ids and not news.text and not is_last:
         return None
-    output = RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [news], is_last)
+    num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
+    output = RequestOutput(state.external_id, state.num_prompt_tokens, num_cached_tokens, [news], is_last)
     if state.prompt_logprobs is not None:
         _add_prompt_logprobs(state, output)
     elif state.family is not None and state.kind is RequestOutputKind.CUMULATIVE:

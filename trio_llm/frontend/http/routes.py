@@ -121,6 +121,7 @@ class _Routes:
             prompts=[token_ids],
             params=params,
             request_id=request_id,
+            cache_salt=request.cache_salt,
             timeout=timeout,
             view=view,
         )
@@ -160,6 +161,7 @@ class _Routes:
             prompts=prompts,
             params=params,
             request_id=request_id,
+            cache_salt=request.cache_salt,
             timeout=timeout,
             view=view,
         )

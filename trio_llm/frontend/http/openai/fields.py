@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.errors import invalid_fields_error
+from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -73,6 +74,7 @@ class CommonFields(_Strict):
     bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
     prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] = None
     timeout: float | None = None
     # It becomes a header of the answer.
     request_id: Annotated[str | None, Field(pattern=r"\A[A-Za-z0-9_.:/+=@-]{1,128}\z")] = None
@@ -151,7 +153,6 @@ NOT_SUPPORTED: Mapping[str, Neutral] = {
     "thinking_token_budget": only(-1),
     "logits_processors": only([]),
     "kv_transfer_params": only(),
-    "cache_salt": only(),
     "priority": only(0),
     "mm_processor_kwargs": only({}),
 }
