@@ -45,6 +45,7 @@ class HandlerSetUp:
                 on_progress=self.told.append,
                 on_ready=self.told.append,
                 on_utility_result=self.told.append,
+                on_kv_events=self.told.append,
                 on_dead=self.told.append,
                 on_request_gone=lambda: self.told.append("gone"),
             ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncIterable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -21,12 +22,14 @@ from trio_llm.errors import (
     EngineStartupError,
     EngineUnavailableError,
     InvalidRequestError,
+    NotSupportedError,
 )
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.input_processor import InputProcessor, check_cache_salt, check_priority, make_internal_id
+from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.output_handler import LiveRequest, OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
@@ -69,6 +72,7 @@ class AsyncLLM(EngineClient):
         )
         self._ledger = AdmissionLedger(limits, self._recorder.rejection)
         self._utilities = UtilityCalls(core)
+        self._kv_events = KVEventHub()
         self._handler = OutputHandler(
             core,
             self._recorder,
@@ -77,6 +81,7 @@ class AsyncLLM(EngineClient):
                 on_progress=self._on_progress,
                 on_ready=self._on_ready,
                 on_utility_result=self._utilities.resolve,
+                on_kv_events=self._kv_events.put,
                 on_dead=self._on_dead,
                 on_request_gone=self._on_request_gone,
             ),
@@ -276,6 +281,13 @@ class AsyncLLM(EngineClient):
         model = self._model_config
         return self._totals.snapshot(self.status.state, num_blocks=0 if model is None else model.num_blocks)
 
+    def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
+        if not self.config.kv_events:
+            raise NotSupportedError("this engine tells no KV events; set EngineConfig(kv_events=True)")
+        if max_unread < 1:
+            raise ValueError(f"max_unread must be at least 1, not {max_unread}")
+        return self._kv_events.subscribe(max_unread)
+
     def do_log_stats(self) -> None:
         self._recorder.log()
 
@@ -350,6 +362,7 @@ class AsyncLLM(EngineClient):
             if not self._is_closed:
                 logger.error("the engine is dead: %s", error)
         self._utilities.fail_all(error)
+        self._kv_events.fail(error)
         self._has_ready_message.set()
         self._settled.set()
         self._dead.set()

@@ -62,6 +62,8 @@ class OutputHandlerHooks:
     on_progress: Callable[[Progress], None]
     on_ready: Callable[[Ready], None]
     on_utility_result: Callable[[UtilityResult], None]
+    on_kv_events: Callable[[EngineCoreOutputs], None]
+    """The message has some."""
     on_dead: Callable[[EngineDeadError], None]
     on_request_gone: Callable[[], None]
 
@@ -283,6 +285,8 @@ class OutputHandler:
             self._recorder.scheduler(message.stats)
         for result in message.utility_results:
             self._hooks.on_utility_result(result)
+        if message.kv_events:
+            self._hooks.on_kv_events(message)
         aborted: list[str] = []
         for row in message.outputs:
             assert self.processor is not None, "no request was sent before the model was ready"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -21,6 +23,14 @@ BODIES: dict[str, dict[str, Any]] = {
 NUM_PROMPT_TOKENS = {CHAT: 102, COMPLETIONS: 100}
 NUM_WHOLE_BLOCKS = 96
 """Tokens."""
+
+
+@asynccontextmanager
+async def open_fake_server() -> AsyncIterator[Server]:
+    async with open_fake_llm() as fake:
+        llm: Any = fake.llm
+        async with open_server(llm) as server:
+            yield server
 
 
 def counts(usage: dict[str, Any]) -> tuple[int, int]:
@@ -46,7 +56,7 @@ async def usage(server: Server, path: str, *, stream: bool, **fields: Any) -> tu
 async def test_usage_tells_what_of_the_prompt_was_cached_once_however_many_choices_there_are(
     path: str, stream: bool, choices: dict[str, Any]
 ) -> None:
-    async with open_fake_llm() as fake, open_server(fake.llm) as server:
+    async with open_fake_server() as server:
         first = await usage(server, path, stream=stream, **choices)
         second = await usage(server, path, stream=stream, **choices)
 
@@ -55,7 +65,7 @@ async def test_usage_tells_what_of_the_prompt_was_cached_once_however_many_choic
 
 
 async def test_continuous_usage_tells_it_from_the_first_chunk_with_text_on() -> None:
-    async with open_fake_llm() as fake, open_server(fake.llm) as server:
+    async with open_fake_server() as server:
         await ask(server, CHAT)
         options = {"include_usage": True, "continuous_usage_stats": True}
         reply = await ask(server, CHAT, stream=True, stream_options=options, n=2, seed=1)
@@ -65,7 +75,7 @@ async def test_continuous_usage_tells_it_from_the_first_chunk_with_text_on() -> 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_usage_adds_up_what_was_cached_of_several_prompts(stream: bool) -> None:
-    async with open_fake_llm() as fake, open_server(fake.llm) as server:
+    async with open_fake_server() as server:
         await ask(server, COMPLETIONS)
         prompts = [LONG, "other " * 20, LONG + "!"]
         found = await usage(server, COMPLETIONS, stream=stream, prompt=prompts, n=2, seed=1)
@@ -76,7 +86,7 @@ async def test_usage_adds_up_what_was_cached_of_several_prompts(stream: bool) ->
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("stream", [False, True])
 async def test_requests_share_a_prompt_only_with_the_same_cache_salt(path: str, stream: bool) -> None:
-    async with open_fake_llm() as fake, open_server(fake.llm) as server:
+    async with open_fake_server() as server:
         salts = (None, "alice", "bob", "alice", None)
         cached = [(await usage(server, path, stream=stream, cache_salt=salt))[1] for salt in salts]
 
