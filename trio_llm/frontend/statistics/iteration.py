@@ -56,8 +56,7 @@ class StatisticsRecorder:
                 iteration.time_to_first_token_s.append(now_s - clock.arrived_s)
                 iteration.num_prompt_tokens += len(state.request.prompt_token_ids)
                 iteration.num_queried_tokens += len(state.request.prompt_token_ids)
-                family = state.family
-                iteration.num_cached_tokens += state.num_cached_tokens if family is None else family.num_cached_tokens
+                iteration.num_cached_tokens += state.num_cached_tokens
         else:
             iteration.inter_token_latency_s.append(now_s - clock.last_token_s)
         clock.last_token_s = now_s
