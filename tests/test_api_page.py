@@ -31,7 +31,7 @@ from trio_llm.frontend.http.openai.pooling import (
     ScoreRequest,
     VectorFields,
 )
-from trio_llm.frontend.input_processor import MAX_PROMPT_LOGPROBS
+from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS, MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.sampling import (
@@ -166,6 +166,7 @@ def test_the_limits_of_the_page_are_the_code_s() -> None:
     assert f"up to {MAX_LOGIT_BIAS_TOKENS} token ids" in both["logit_bias"]
     assert f"-{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}" in both["logit_bias"]
     assert f"may have {MAX_PROMPT_LOGPROBS} of them" in " ".join(section("Answers").split())
+    assert f"1 to {MAX_CACHE_SALT_CHARS} characters" in both["cache_salt"]
     assert f"1 to {MAX_MESSAGES} objects" in chat["messages"]
     assert f"up to {MAX_PARTS} parts" in chat["messages"]
     assert f"0 to {MAX_LOGPROBS} alternatives" in chat["top_logprobs"]

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         EngineStartupError,
         EngineUnavailableError,
         InvalidRequestError,
+        KVEventsLostError,
         ModelNotFoundError,
         NotSupportedError,
         OverloadedError,
@@ -35,14 +36,19 @@ if TYPE_CHECKING:
     from trio_llm.frontend.async_llm import AsyncLLM
     from trio_llm.frontend.engine_client import EngineClient
     from trio_llm.frontend.http.host import serve
+    from trio_llm.frontend.kv_events import KVEventBatch
     from trio_llm.frontend.opening import open_llm
     from trio_llm.frontend.sessions import StreamingInput
     from trio_llm.outputs import CompletionOutput, PoolingOutput, RequestOutput
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import RequestOutputKind, SamplingParams
+    from trio_llm.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored
 
 _HOMES: Final = {
+    "AllBlocksCleared": "trio_llm.wire.messages",
     "AsyncLLM": "trio_llm.frontend.async_llm",
+    "BlockRemoved": "trio_llm.wire.messages",
+    "BlockStored": "trio_llm.wire.messages",
     "BodyTooLargeError": "trio_llm.errors",
     "CodecError": "trio_llm.errors",
     "CompletionOutput": "trio_llm.outputs",
@@ -55,6 +61,8 @@ _HOMES: Final = {
     "EngineStartupError": "trio_llm.errors",
     "EngineUnavailableError": "trio_llm.errors",
     "InvalidRequestError": "trio_llm.errors",
+    "KVEventBatch": "trio_llm.frontend.kv_events",
+    "KVEventsLostError": "trio_llm.errors",
     "ModelNotFoundError": "trio_llm.errors",
     "NotSupportedError": "trio_llm.errors",
     "OverloadedError": "trio_llm.errors",
@@ -75,7 +83,10 @@ _HOMES: Final = {
 }
 
 __all__ = [
+    "AllBlocksCleared",
     "AsyncLLM",
+    "BlockRemoved",
+    "BlockStored",
     "BodyTooLargeError",
     "CodecError",
     "CompletionOutput",
@@ -88,6 +99,8 @@ __all__ = [
     "EngineStartupError",
     "EngineUnavailableError",
     "InvalidRequestError",
+    "KVEventBatch",
+    "KVEventsLostError",
     "ModelNotFoundError",
     "NotSupportedError",
     "OverloadedError",

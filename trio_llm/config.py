@@ -93,6 +93,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Memory for the KV cache; None: 40 % of what is free, on a CPU 4 GiB at most."""
     enable_prefix_caching: bool = True
     """A prompt that begins as an earlier one did, by whole KV blocks, is not computed again there."""
+    kv_events: bool = False
+    """Tell what enters and leaves the prefix cache: `llm.kv_events()`."""
     run_ahead: int | None = None
     """Steps that are launched before the one before them is read, 0 or 1; None: 1 on a GPU, which then never waits for
     us, and 0 on a CPU, which has nothing to do meanwhile."""
@@ -130,6 +132,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"--max-num-seqs ({self.max_num_seqs}) must not be above "
                 f"--max-num-batched-tokens ({self.max_num_batched_tokens}): each sequence of a step needs a token"
+            )
+        if self.kv_events and not self.enable_prefix_caching:
+            raise ConfigError(
+                "kv_events tell of the prefix cache, which --disable-prefix-caching (enable_prefix_caching=False) "
+                "turns off; leave out one of the two"
             )
         # An empty path would be the working directory.
         if self.model is not None and not (self.model and Path(self.model).is_dir()):

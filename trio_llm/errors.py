@@ -10,6 +10,7 @@ Pure. Raised everywhere; `frontend/http/errors.py` is the one place that turns t
     │   ├── ModelNotFoundError 404
     │   └── BodyTooLargeError  413
     ├── NotSupportedError     501   nobody's: this model or this build cannot do that
+    ├── KVEventsLostError           a subscriber's: it read too slowly
     └── EngineError
         ├── EngineGenerateError 500 one request's: its neighbours go on
         ├── EngineUnavailableError 503 loading or draining: a retry can help
@@ -35,6 +36,7 @@ __all__ = [
     "EngineStartupError",
     "EngineUnavailableError",
     "InvalidRequestError",
+    "KVEventsLostError",
     "ModelNotFoundError",
     "NotSupportedError",
     "OverloadedError",
@@ -124,6 +126,11 @@ class NotSupportedError(TrioLLMError):
     """The model, or this version of the software, has no such ability."""
 
     status = 501
+
+
+class KVEventsLostError(TrioLLMError):
+    """A subscriber of KV events read too slowly: all that came before this was handed over, and what comes after is
+    lost to it. Others are not concerned."""
 
 
 class EngineError(TrioLLMError):

@@ -60,7 +60,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     num_prompt_tokens: int
     """Of a session: tokens of all its inputs so far."""
     num_cached_tokens: int
-    """Prompt tokens that the engine did not have to compute."""
+    """Prompt tokens that the engine did not have to compute, since they were in its prefix cache when the request came;
+    with several choices, once for all of them."""
     outputs: list[CompletionOutput]
     """The choices that there is something new of, by index; FINAL_ONLY: all."""
     finished: bool

@@ -18,6 +18,7 @@ from trio_llm.wire.messages import (
     NO_SAMPLING,
     Abort,
     Ack,
+    AllBlocksCleared,
     Continue,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,7 +27,9 @@ from trio_llm.wire.messages import (
 )
 
 
-def a_core(*, credit_steps: int = 1000, run_ahead: int | None = None, **fake: Any) -> EngineCore:
+def a_core(
+    *, credit_steps: int = 1000, run_ahead: int | None = None, kv_events: bool = False, **fake: Any
+) -> EngineCore:
     config = EngineConfig(
         fake=FakeEngineConfig(model_dir="/m", **fake),
         num_gpu_blocks_override=16,
@@ -34,6 +37,7 @@ def a_core(*, credit_steps: int = 1000, run_ahead: int | None = None, **fake: An
         max_num_batched_tokens=16,
         credit_steps=credit_steps,
         run_ahead=run_ahead,
+        kv_events=kv_events,
     )
     return EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=3)
 
@@ -124,6 +128,33 @@ def test_requests_with_another_salt_share_nothing() -> None:
         cached.append(rows[0].num_cached_tokens)
 
     assert cached == [0, 0, 32]
+
+
+def test_kv_events_go_out_with_the_step_that_makes_them_also_when_it_has_no_rows() -> None:
+    sent: dict[bool, list[tuple[int, int]]] = {}
+    for kv_events in (False, True):
+        core = a_core(kv_events=kv_events)
+        core.handle(a_request(prompt=[1] * 70, max_tokens=1), 0.0)
+        outputs = [core.step(0.0) for _ in range(5)]
+        # 16 tokens a step; the blocks have 32.
+        sent[kv_events] = [(i, len(o.kv_events)) for i, o in enumerate(outputs) if o is not None]
+        assert not core.is_busy
+
+    assert sent == {False: [(4, 0)], True: [(1, 1), (3, 1), (4, 0)]}
+
+
+def test_kv_events_go_out_without_credit_too() -> None:
+    core = a_core(kv_events=True, credit_steps=1)
+    run(core, a_request(prompt=[1] * 40, max_tokens=1))
+    assert not core.has_credit
+    core._scheduler.reset_prefix_cache()
+
+    assert core.is_busy
+    outputs = core.step(0.0)
+
+    assert outputs is not None
+    assert AllBlocksCleared() in outputs.kv_events
+    assert not core.is_busy
 
 
 def test_messages_carry_the_epoch_and_a_count() -> None:

@@ -156,7 +156,7 @@ async def test_nothing_stays_of_any_mixture(
         await trio.testing.wait_all_tasks_blocked()
         # The output handler and the watch end with the engine.
         assert trio.lowlevel.current_statistics().tasks_living == num_tasks - 2 * (llm.dead_error is not None)
-        assert llm._sessions == set()
+        assert llm._entrance._sessions == set()
         assert list(recwarn) == []
         if llm.is_running:
             llm._executor.faults.clear()

@@ -53,6 +53,7 @@ class HandlerSetUp:
                 on_ready=self.told.append,
                 on_utility_result=self.told.append,
                 on_lost=self.told.append,
+                on_kv_events=self.told.append,
                 on_dead=self.told.append,
             ),
             ack_steps=ACK_STEPS,

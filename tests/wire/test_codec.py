@@ -19,6 +19,9 @@ from trio_llm.wire.messages import (
     NO_SAMPLING,
     Abort,
     Ack,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
     Continue,
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -26,6 +29,7 @@ from trio_llm.wire.messages import (
     EngineDead,
     FromEngine,
     Heartbeat,
+    KVEvent,
     LogprobRow,
     ModelConfig,
     Progress,
@@ -83,7 +87,14 @@ FROM_ENGINE: list[FromEngine] = [
         ],
         SchedulerStats(1, 2, 3, 4, 5, 6),
         [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no")],
+        [
+            BlockRemoved([b"0" * 16, b"\xff" * 16]),
+            AllBlocksCleared(),
+            BlockStored([b"1" * 16, b"2" * 16], None, [1, 2, 3, 4], 2),
+            BlockStored([b"3" * 16], b"2" * 16, [5, 6], 2),
+        ],
     ),
+    EngineCoreOutputs(1, 3, 0.5, kv_events=[AllBlocksCleared()]),
     Ready(
         1,
         ModelConfig(
@@ -118,6 +129,8 @@ def test_a_message_from_the_engine_arrives_as_it_was_sent(message: FromEngine) -
 def test_every_kind_of_message_is_among_the_examples() -> None:
     assert {type(m) for m in TO_ENGINE} == set(get_args(ToEngine))
     assert {type(m) for m in FROM_ENGINE} == set(get_args(FromEngine))
+    events = [e for m in FROM_ENGINE if isinstance(m, EngineCoreOutputs) for e in m.kv_events]
+    assert {type(e) for e in events} == set(get_args(KVEvent))
 
 
 def test_a_message_of_the_other_direction_is_refused() -> None:

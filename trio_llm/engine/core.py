@@ -52,6 +52,7 @@ class EngineCore:
     def __init__(self, executor: Executor, config: EngineConfig, *, epoch: int) -> None:
         self._executor = executor
         self._scheduler = Scheduler(SchedulerLimits.of(executor.info, config))
+        self._kv_log = self._scheduler.kv_event_log
         self._epoch = epoch
         self._run_ahead = _default_run_ahead(executor.info) if config.run_ahead is None else config.run_ahead
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
@@ -84,7 +85,7 @@ class EngineCore:
     def is_busy(self) -> bool:
         """`step()` has something to do now. False also when only an `Ack` can help."""
         has_work = self._scheduler.has_unfinished or bool(self._in_flight)
-        return self._has_rows or (has_work and self.has_credit)
+        return self._has_news or (has_work and self.has_credit)
 
     def handle(self, message: ToEngine, now_s: float) -> None:
         """Take one message in. Never raises: what a message gets wrong is that message's own error."""
@@ -105,7 +106,7 @@ class EngineCore:
 
         If we run ahead, the step after it is launched before.
 
-        Without credit no tokens are computed; confirmations and answers of utility calls still go out.
+        Without credit no tokens are computed; confirmations, answers of utility calls and KV events still go out.
 
         Raises:
             Exception: the executor failed as a whole; the engine cannot go on.
@@ -118,7 +119,7 @@ class EngineCore:
                 oldest, launched = self._in_flight.popleft()
                 self._rows.extend(self._scheduler.commit(oldest, launched.wait()))
                 self._num_executed += 1
-        if not self._has_rows:
+        if not self._has_news:
             return None
         rows, self._rows = self._rows, []
         results, self._utility_results = self._utility_results, []
@@ -130,11 +131,12 @@ class EngineCore:
             outputs=rows,
             stats=self._scheduler.stats(),
             utility_results=results,
+            kv_events=self._kv_log.take() if self._kv_log else [],
         )
 
     @property
-    def _has_rows(self) -> bool:
-        return bool(self._rows or self._utility_results)
+    def _has_news(self) -> bool:
+        return bool(self._rows or self._utility_results or self._kv_log)
 
     @property
     def stats(self) -> SchedulerStats:

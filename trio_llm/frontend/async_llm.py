@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -20,20 +21,22 @@ from trio_llm.errors import (
     EngineGenerateError,
     EngineStartupError,
     EngineUnavailableError,
+    NotSupportedError,
 )
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
-from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.engine_life import EngineLife
-from trio_llm.frontend.input_processor import InputProcessor, check_priority, check_request_id, make_internal_id
+from trio_llm.frontend.entrance import Entrance, Wish
+from trio_llm.frontend.input_processor import InputProcessor
+from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.pooled import result_of
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.request_stream import GenerateStream
-from trio_llm.frontend.sessions import Session, StreamingInput, check_session_params
+from trio_llm.frontend.sessions import StreamingInput
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
@@ -73,6 +76,8 @@ class AsyncLLM(EngineClient):
         self._ledger = AdmissionLedger(limits, self._recorder.rejection)
         self._utilities = UtilityCalls(core)
         self._live = LiveRequests(core, self._recorder, self._ledger, self._on_request_gone)
+        self._entrance = Entrance(self, self._live)
+        self._kv_events = KVEventHub()
         self._handler = OutputHandler(
             core,
             self._live,
@@ -84,6 +89,7 @@ class AsyncLLM(EngineClient):
                 on_ready=self._on_ready,
                 on_utility_result=self._utilities.resolve,
                 on_lost=self._on_lost,
+                on_kv_events=self._kv_events.put,
                 on_dead=self._on_dead,
             ),
             ack_steps=max(1, config.credit_steps // 8),
@@ -95,8 +101,6 @@ class AsyncLLM(EngineClient):
         """Ready or dead."""
         self._nursery: trio.Nursery | None = None
         """Of `open_llm`, once its tasks run."""
-        self._sessions: set[Session] = set()
-        """Those whose inputs are being read."""
         self._idle_waiters = trio.lowlevel.ParkingLot()
         self._is_draining = False
         self._is_closed = False
@@ -136,14 +140,20 @@ class AsyncLLM(EngineClient):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> GenerateStream:
-        external_id = request_id if request_id is not None else uuid.uuid4().hex
-        params = params if params is not None else SamplingParams()
+        wish = Wish(
+            external_id=_external_id(request_id),
+            params=params if params is not None else SamplingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        admit: Callable[[], Awaitable[LiveRequest]]
         if not isinstance(prompt, str | list) and isinstance(prompt, AsyncIterable):
-            admit = partial(self._admit_session, prompt, params, external_id, priority)
+            admit = partial(self._admit_session, prompt, wish)
         else:
-            admit = partial(self._admit, prompt, params, external_id, priority)
-        return GenerateStream(external_id, admit, self._live.leave, self._live.resubmit)
+            admit = partial(self._entrance.admit, prompt, wish)
+        return GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit)
 
     async def encode(
         self,
@@ -153,63 +163,15 @@ class AsyncLLM(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
     ) -> PoolingOutput:
-        external_id = request_id if request_id is not None else uuid.uuid4().hex
-        admit = partial(self._admit, prompt, params or PoolingParams(), external_id, priority)
-        async with GenerateStream(external_id, admit, self._live.leave, self._live.resubmit) as stream:
+        wish = Wish(external_id=_external_id(request_id), params=params or PoolingParams(), priority=priority)
+        admit = partial(self._entrance.admit, prompt, wish)
+        async with GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit) as stream:
             output = await anext(stream)
         return result_of(output, is_draining=self._is_draining)
 
-    async def _admit(
-        self, prompt: str | list[int], params: SamplingParams | PoolingParams, external_id: str, priority: int
-    ) -> LiveRequest:
-        arrived_s = trio.current_time()
-        check_request_id(external_id)
-        self.check_admission()
-        token_ids = await self.renderer.render_prompt(prompt)
-        bad_words: list[list[int]] = []
-        if isinstance(params, SamplingParams) and params.bad_words:
-            bad_words = await self.renderer.render_bad_words(params.bad_words)
-        await trio.lowlevel.checkpoint()
-        # The engine may have died while the text became tokens. From here on nothing waits: a request is either
-        # registered and queued for sending, or nothing of it is left.
-        self.check_admission()
-        request = self.input_processor.process(
-            token_ids,
-            params,
-            request_id=make_internal_id(external_id),
-            priority=priority,
-            deadline_s=seconds_left(),
-            bad_words_token_ids=bad_words,
-        )
-        return self._live.submit(request, external_id, arrived_s)
-
-    async def _admit_session(
-        self, inputs: AsyncIterable[StreamingInput], params: SamplingParams, external_id: str, priority: int
-    ) -> LiveRequest:
-        check_request_id(external_id)
-        check_priority(priority)
-        check_session_params(params)
-        await trio.lowlevel.checkpoint()
-        self.check_admission()
+    async def _admit_session(self, inputs: AsyncIterable[StreamingInput], wish: Wish) -> LiveRequest:
         assert self._nursery is not None
-        session = Session(
-            inputs,
-            params,
-            external_id=external_id,
-            priority=priority,
-            renderer=self.renderer,
-            input_processor=self.input_processor,
-            requests=self._live,
-        )
-        self._sessions.add(session)
-        self._nursery.start_soon(self._run_session, session)
-        return session.request
-
-    async def _run_session(self, session: Session) -> None:
-        try:
-            await session.run()
-        finally:
-            self._sessions.remove(session)
+        return await self._entrance.admit_session(inputs, wish, self._nursery)
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
@@ -274,8 +236,7 @@ class AsyncLLM(EngineClient):
 
     def drain(self) -> None:
         self._is_draining = True
-        for session in self._sessions:
-            session.drain()
+        self._entrance.drain()
 
     async def wait_idle(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -285,6 +246,13 @@ class AsyncLLM(EngineClient):
     def statistics(self) -> EngineStatistics:
         model = self._model_config
         return self._totals.snapshot(self.status.state, num_blocks=0 if model is None else model.num_blocks)
+
+    def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
+        if not self.config.kv_events:
+            raise NotSupportedError("this engine tells no KV events; set EngineConfig(kv_events=True)")
+        if max_unread < 1:
+            raise ValueError(f"max_unread must be at least 1, not {max_unread}")
+        return self._kv_events.subscribe(max_unread)
 
     def do_log_stats(self) -> None:
         self._recorder.log()
@@ -357,6 +325,7 @@ class AsyncLLM(EngineClient):
 
     def _on_lost(self, lost: EngineLost) -> None:
         self._life.lose(lost)
+        self._kv_events.clear()
         self._utilities.lose_engine()
 
     def _num_expected(self) -> int:
@@ -378,6 +347,7 @@ class AsyncLLM(EngineClient):
             logger.error("the engine is dead: %s", error)
         self._life.die(error)
         self._utilities.fail_all(error)
+        self._kv_events.fail(error)
         self._has_ready_message.set()
         self._settled.set()
 
@@ -388,3 +358,7 @@ class AsyncLLM(EngineClient):
     def _check_ready(self) -> None:
         if self._life.dead_error is not None or self._model_config is None:
             raise self._life.not_ready()
+
+
+def _external_id(request_id: str | None) -> str:
+    return request_id if request_id is not None else uuid.uuid4().hex

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -18,6 +19,7 @@ from trio_llm.outputs import PoolingOutput, RequestOutput
 if TYPE_CHECKING:
     from trio_llm.config import EngineConfig
     from trio_llm.frontend.input_processor import InputProcessor
+    from trio_llm.frontend.kv_events import KVEventBatches
     from trio_llm.frontend.rendering.renderer import Renderer
     from trio_llm.frontend.sessions import StreamingInput
     from trio_llm.frontend.statistics.totals import EngineStatistics
@@ -84,10 +86,18 @@ class EngineClient(LibraryCalls):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestStream:
         """Generate for one prompt (text or token ids).
 
         Use: `async with llm.generate(...) as stream: async for output in stream: ...`
+
+        Args:
+            params: None: all defaults.
+            request_id: the caller's, 1 to 256 characters; need not be unique. None: one is made.
+            priority: whom to serve first, the lower one; 64 bits.
+            cache_salt: 1 to 256 characters; what was computed of prompts is shared only among requests with the same
+                one. None: with all that have none.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
         begun by then, and takes it again if the stream is read all the same.
@@ -219,6 +229,27 @@ class EngineClient(LibraryCalls):
     def statistics(self) -> EngineStatistics:
         """What runs and waits now, and what was done so far. Synchronous; never raises where it is supported."""
         self._refuse("statistics")
+
+    def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
+        """What enters and leaves the engine's prefix cache from now on, for routers with prefix affinity.
+
+        Use: `async with llm.kv_events() as batches: async for batch in batches: ...`, each batch with its `events`:
+        `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Applied in order they give the hashes of the blocks that
+        can be found; who subscribes before the first request misses none.
+
+        Args:
+            max_unread: batches that wait for a subscriber at most; at least 1. One that is slower gets
+                KVEventsLostError after them, and may subscribe again.
+
+        Cancellation: leaving the block, by any way, ends the subscription.
+
+        Raises (at once):
+            NotSupportedError: the engine was opened without `EngineConfig(kv_events=True)`.
+
+        Raises (on entering):
+            EngineDeadError: the engine is gone; later, the iteration ends with it.
+        """
+        self._refuse("kv_events")
 
     @abc.abstractmethod
     def do_log_stats(self) -> None:

@@ -19,14 +19,18 @@ from trio_llm.sampling import SamplingParams, is_valid_text
 from trio_llm.wire.messages import NO_SAMPLING, Continue, EngineCoreRequest, ModelConfig
 
 __all__ = [
+    "MAX_CACHE_SALT_CHARS",
     "MAX_PROMPT_LOGPROBS",
     "InputProcessor",
+    "check_cache_salt",
     "check_num_scores",
     "check_priority",
     "check_request_id",
     "check_task",
     "make_internal_id",
 ]
+
+MAX_CACHE_SALT_CHARS: Final = 256
 
 _MAX_REQUEST_ID_CHARS: Final = 256
 MAX_PROMPT_LOGPROBS: Final = 128 * 1024
@@ -78,6 +82,21 @@ def check_task(tasks: Collection[str], task: str) -> None:
         raise NotSupportedError(f"the model that is served cannot {task}; it can {', '.join(tasks)}")
 
 
+def check_cache_salt(cache_salt: str | None) -> None:
+    """Raise InvalidRequestError unless it is None or 1 to `MAX_CACHE_SALT_CHARS` characters of valid text."""
+    if cache_salt is None:
+        return
+    if not isinstance(cache_salt, str) or not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
+        # Not quoted: it may be somebody's secret.
+        raise InvalidRequestError(
+            f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters; leave it out to share with all "
+            "requests that have none",
+            "cache_salt",
+        )
+    if not is_valid_text(cache_salt):
+        raise InvalidRequestError("cache_salt contains a lone surrogate, which is not valid text", "cache_salt")
+
+
 def make_internal_id(external_id: str) -> str:
     """Unique for ever, while callers may use an id again whenever they like."""
     return f"{external_id}-{secrets.token_hex(4)}"
@@ -96,6 +115,7 @@ class InputProcessor:
         *,
         request_id: str,
         priority: int = 0,
+        cache_salt: str | None = None,
         deadline_s: float | None = None,
         bad_words_token_ids: list[list[int]] | None = None,
     ) -> EngineCoreRequest:
@@ -115,6 +135,7 @@ class InputProcessor:
         bad_words = bad_words_token_ids or []
         filled = self._check(prompt_token_ids, params, bad_words, num_earlier_tokens=0)
         check_priority(priority)
+        check_cache_salt(cache_salt)
         return EngineCoreRequest(
             request_id,
             list(prompt_token_ids),  # the caller may change its own, and this one may be sent again
@@ -122,6 +143,7 @@ class InputProcessor:
             priority=priority,
             deadline_s=deadline_s,
             bad_words_token_ids=bad_words,
+            cache_salt=cache_salt,
         )
 
     def _process_pooling(

@@ -52,6 +52,7 @@ class LibraryCalls(abc.ABC):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> RequestStream: ...
 
     @abc.abstractmethod
@@ -147,10 +148,15 @@ class LibraryCalls(abc.ABC):
         template_kwargs: Mapping[str, Any] | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
 
         Messages become token ids on entering; what is wrong with them raises there.
+
+        Args:
+            messages, template_kwargs: as `chat`.
+            request_id, priority, cache_salt: as `EngineClient.generate`.
         """
         request_id = request_id if request_id is not None else uuid.uuid4().hex
 
@@ -160,7 +166,7 @@ class LibraryCalls(abc.ABC):
                 _as_dicts(messages),
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
             )
-            return self.generate(token_ids, params, request_id=request_id, priority=priority)
+            return self.generate(token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
 
         return ChatStream(request_id, render)
 

@@ -19,7 +19,8 @@ from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, In
 from trio_llm.frontend.admission import AdmissionLedger
 from trio_llm.frontend.collector import RepeatingCollector, RequestOutputCollector
 from trio_llm.frontend.core_client.base import CoreClient
-from trio_llm.frontend.output_processor import OutputProcessor, RequestState
+from trio_llm.frontend.output_processor import OutputProcessor
+from trio_llm.frontend.request_state import RequestState
 from trio_llm.frontend.resumption import Resumption
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.frontend.text.parallel_sampling import Family, fan_out

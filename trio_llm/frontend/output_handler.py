@@ -16,7 +16,8 @@ import trio
 from trio_llm.errors import EngineDeadError, EngineGenerateError
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
-from trio_llm.frontend.output_processor import OutputGap, ProcessedRow, RequestState
+from trio_llm.frontend.output_processor import OutputGap, ProcessedRow
+from trio_llm.frontend.request_state import RequestState
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.outputs import RequestOutput
 from trio_llm.wire.messages import (
@@ -50,6 +51,8 @@ class OutputHandlerHooks:
     on_ready: Callable[[Ready], None]
     on_utility_result: Callable[[UtilityResult], None]
     on_lost: Callable[[EngineLost], None]
+    on_kv_events: Callable[[EngineCoreOutputs], None]
+    """The message has some."""
     on_dead: Callable[[EngineDeadError], None]
 
 
@@ -139,6 +142,8 @@ class OutputHandler:
             self._recorder.scheduler(message.stats)
         for result in message.utility_results:
             self._hooks.on_utility_result(result)
+        if message.kv_events:
+            self._hooks.on_kv_events(message)
         if message.outputs:
             self._hooks.on_step()
         processor = self._requests.processor

@@ -6,13 +6,11 @@ the outputs into mailboxes and sends the aborts that this asks for.
 
 from __future__ import annotations
 
-from array import array
-from dataclasses import dataclass, field
-
 import msgspec
 
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.pooled import pooled_output
+from trio_llm.frontend.request_state import RequestState
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from trio_llm.frontend.text.logprobs import make_token_logprobs
 from trio_llm.frontend.text.parallel_sampling import Family
@@ -21,53 +19,11 @@ from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, Toke
 from trio_llm.sampling import RequestOutputKind
 from trio_llm.wire.messages import Continue, EngineCoreOutput, EngineCoreRequest, LogprobRow
 
-__all__ = ["OutputGap", "OutputProcessor", "ProcessedRow", "RequestState"]
+__all__ = ["OutputGap", "OutputProcessor", "ProcessedRow"]
 
 
 class OutputGap(Exception):
     """Rows of a request are missing: a message of the engine was lost."""
-
-
-@dataclass(slots=True, eq=False)
-class RequestState:
-    """One request between its registration and the engine's last row for it."""
-
-    request: EngineCoreRequest
-    external_id: str
-    detokenizer: Detokenizer
-    scanner: StopScanner | None
-    """None: no stop strings."""
-    kind: RequestOutputKind
-    wants_logprobs: bool
-    num_prompt_tokens: int
-    """Of a session: tokens of all its inputs so far."""
-    index: int = 0
-    """Of the choice that this request makes."""
-    family: Family | None = None
-    """With n > 1: what it has in common with the requests that make the other choices."""
-    num_tokens: int = 0
-    """Generated tokens taken from the engine so far; what the next row's `start` must be."""
-    token_ids: array[int] = field(default_factory=lambda: array("i"))
-    """These tokens; of a session: those of its newest answer. Four bytes each: every request keeps them, since another
-    engine may have to go on after them."""
-    num_tokens_when_sent: int | None = None
-    """`num_tokens` when the engine got the request; None: the engine does not have it."""
-    num_deaths: int = 0
-    """Of engines that had the request and gave no token of it."""
-    is_idle: bool = False
-    """A session that waits for its next input: the engine owes it nothing."""
-    num_cached_tokens: int = 0
-    num_expired: int = 0
-    """How often the engine has dropped it, its deadline passed, before anything was computed."""
-    is_dropped: bool = False
-    """The engine has done so and does not have it now."""
-    is_tombstone: bool = False
-    """Nobody reads any more; rows on their way are dropped until the engine's last one comes."""
-    text: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
-    """All so far; `text` and `logprobs` not for DELTA, which keeps nothing it has given away."""
-    prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """All so far, one a token of the prompt. None: not asked for, or given away."""
 
 
 class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
@@ -227,7 +183,7 @@ class OutputProcessor:
         if state.is_tombstone:
             return ProcessedRow(state, is_gone=True) if is_gone else None
         if row.num_cached_tokens:
-            state.num_cached_tokens = row.num_cached_tokens
+            _note_cached_tokens(state, row.num_cached_tokens)
         if row.prompt_logprobs is not None:
             return self._take_prompt_logprobs(state, row, row.prompt_logprobs)
         try:
@@ -341,6 +297,12 @@ def _take_vector(state: RequestState, row: EngineCoreOutput) -> ProcessedRow:
     return ProcessedRow(state, output=output, finish_reason=row.finish_reason, is_gone=True, is_pooled=True)
 
 
+def _note_cached_tokens(state: RequestState, count: int) -> None:
+    state.num_cached_tokens = count
+    if state.family is not None and state.index == 0:
+        state.family.num_cached_tokens = count
+
+
 def _end_answer(state: RequestState, news: CompletionOutput) -> ProcessedRow:
     """One answer of a session is over, and the session is not."""
     state.is_idle = True
@@ -359,7 +321,8 @@ def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput |
             return None
     elif not news.token_ids and not news.text and not is_last:
         return None
-    output = RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [news], is_last)
+    num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
+    output = RequestOutput(state.external_id, state.num_prompt_tokens, num_cached_tokens, [news], is_last)
     if state.prompt_logprobs is not None:
         _add_prompt_logprobs(state, output)
     elif state.family is not None and state.kind is RequestOutputKind.CUMULATIVE:

@@ -16,7 +16,7 @@ import trio
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.collector import RequestOutputCollector
 from trio_llm.frontend.exception_groups import errors_to
-from trio_llm.frontend.input_processor import InputProcessor, make_internal_id
+from trio_llm.frontend.input_processor import InputProcessor
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.outputs import FinishReason, RequestOutput
@@ -122,41 +122,36 @@ class Session:
 
     Args:
         inputs: the caller's; an async generator is closed at the end.
-        params: for inputs that bring none. Checked by `check_session_params`.
+        blank: the request without a prompt; its parameters, checked by `check_session_params`, are for inputs that
+            bring none.
     """
 
     def __init__(
         self,
         inputs: AsyncIterable[StreamingInput],
-        params: SamplingParams,
+        blank: EngineCoreRequest,
         *,
         external_id: str,
-        priority: int,
         renderer: Renderer,
         input_processor: InputProcessor,
         requests: LiveRequests,
     ) -> None:
         self._inputs = inputs
-        self._params = params
-        self._priority = priority
+        self._blank = blank
+        self._params = blank.params
         self._renderer = renderer
         self._input_processor = input_processor
         self._requests = requests
         self._scope: Final = trio.CancelScope()
-        self._collector = SessionCollector(params.output_kind, self._scope.cancel)
-        self._internal_id = make_internal_id(external_id)
+        self._collector = SessionCollector(blank.params.output_kind, self._scope.cancel)
+        self._internal_id = blank.request_id
         self._token_ids: list[int] = []
         """Of all inputs and answers, in order."""
         self._num_input_tokens = 0
         self._is_idle = True
         """No answer is under way."""
         self._is_draining = False
-        self.request: LiveRequest = requests.open_session(
-            EngineCoreRequest(self._internal_id, [], params, priority=priority),
-            external_id,
-            self._collector,
-            trio.current_time(),
-        )
+        self.request: LiveRequest = requests.open_session(blank, external_id, self._collector, trio.current_time())
 
     async def run(self) -> None:
         """Feed the engine until the inputs or the session end. Errors go to the reader, or to the log if it has left.
@@ -233,7 +228,8 @@ class Session:
             token_ids,
             params,
             request_id=self._internal_id,
-            priority=self._priority,
+            priority=self._blank.priority,
+            cache_salt=self._blank.cache_salt,
             bad_words_token_ids=bad_words,
         )
         return msgspec.structs.replace(request, resumable=True)

@@ -21,6 +21,9 @@ __all__ = [
     "NO_SAMPLING",
     "Abort",
     "Ack",
+    "AllBlocksCleared",
+    "BlockRemoved",
+    "BlockStored",
     "Continue",
     "EngineCoreOutput",
     "EngineCoreOutputs",
@@ -28,6 +31,7 @@ __all__ = [
     "EngineDead",
     "FromEngine",
     "Heartbeat",
+    "KVEvent",
     "LogprobRow",
     "ModelConfig",
     "PlainValue",
@@ -180,6 +184,33 @@ class UtilityResult(_Message, frozen=True, gc=False):
     error: str | None = None
 
 
+class BlockStored(_Message, frozen=True, gc=False, tag="stored"):
+    """Blocks that follow each other entered the prefix cache: they can be found from now on."""
+
+    block_hashes: list[bytes]
+    """16 bytes each: BLAKE2b of the hash before and the block's token ids as little-endian int64."""
+    parent_block_hash: bytes | None
+    """The hash before the first of them. It entered earlier, but may have left since. None: they begin a prompt; if
+    that has a cache salt, the hash of the salt stands here, which is no block's."""
+    token_ids: list[int]
+    """`block_size` for each block."""
+    block_size: int
+
+
+class BlockRemoved(_Message, frozen=True, gc=False, tag="removed"):
+    """Blocks left the prefix cache: their room was needed, or what was computed in them is not sound."""
+
+    block_hashes: list[bytes]
+
+
+class AllBlocksCleared(_Message, frozen=True, gc=False, tag="cleared"):
+    """The prefix cache was emptied."""
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+"""A change of the prefix cache. Applied in order, they give the hashes that it knows."""
+
+
 class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     """All that one step has for this front end."""
 
@@ -191,6 +222,8 @@ class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     outputs: list[EngineCoreOutput] = msgspec.field(default_factory=list)
     stats: SchedulerStats | None = None
     utility_results: list[UtilityResult] = msgspec.field(default_factory=list)
+    kv_events: list[KVEvent] = msgspec.field(default_factory=list)
+    """Since the message before, if the configuration asks for them."""
 
 
 class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.executor.base import LaunchedStep, StepPlan
 from trio_llm.engine.executor.fake import FakeExecutor
+from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
@@ -25,6 +26,7 @@ def make_limits(
     max_model_len: int = 64,
     eos_token_ids: tuple[int, ...] = (),
     keeps_cache: bool = True,
+    logs_kv_events: bool = False,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         num_blocks=num_blocks,
@@ -35,6 +37,7 @@ def make_limits(
         eos_token_ids=eos_token_ids,
         logits_width=LOGITS_WIDTH,
         keeps_cache=keeps_cache,
+        logs_kv_events=logs_kv_events,
     )
 
 
@@ -47,6 +50,7 @@ def make_sequence(
     generated: list[int] | None = None,
     priority: int = 0,
     expires_at: float | None = None,
+    cache_salt: str | None = None,
 ) -> Sequence:
     return Sequence(
         request_id=request_id,
@@ -55,6 +59,7 @@ def make_sequence(
         params=params or SamplingParams(max_tokens=max_tokens),
         priority=priority,
         expires_at=expires_at,
+        cache_root=salted(cache_salt=cache_salt),
     )
 
 

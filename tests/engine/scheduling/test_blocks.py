@@ -5,6 +5,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_llm.engine.scheduling.blocks import BlockPool
+from trio_llm.engine.scheduling.kv_event_log import KVEventLog
+from trio_llm.wire.messages import AllBlocksCleared, BlockRemoved
 
 
 def test_an_allocation_gives_distinct_blocks_and_takes_them_from_the_free_ones() -> None:
@@ -170,10 +172,13 @@ def test_a_pool_that_keeps_no_cache_finds_nothing() -> None:
     ),
 )
 def test_held_cached_and_free_blocks_are_always_all_blocks(num_blocks: int, actions: list[tuple[str, int]]) -> None:
-    pool = BlockPool(num_blocks)
+    log = KVEventLog()
+    pool = BlockPool(num_blocks, log=log)
     held: list[int] = []
     hidden: set[int] = set()
     """Held, and not published since."""
+    findable: set[bytes] = set()
+    """By what is told of it."""
     for action, number in actions:
         match action:
             case "take":
@@ -190,10 +195,19 @@ def test_held_cached_and_free_blocks_are_always_all_blocks(num_blocks: int, acti
             case "publish" if hidden & set(held):
                 block_id = min(hidden & set(held))
                 hidden.discard(block_id)
-                pool.publish(block_id, bytes([number]))
+                if pool.publish(block_id, bytes([number])):
+                    assert bytes([number]) not in findable
+                    findable.add(bytes([number]))
             case "forget":
                 pool.forget(held[:1])
             case "reset":
                 pool.forget_all()
+        for event in log.take():
+            if isinstance(event, BlockRemoved):
+                findable -= set(event.block_hashes)
+            else:
+                assert event == AllBlocksCleared()
+                findable.clear()
+        assert findable == {one for i in range(6) if pool.find([one := bytes([i])])}
         pool.check(held)
         assert pool.num_free == num_blocks - len(set(held))

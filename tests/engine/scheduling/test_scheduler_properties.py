@@ -63,9 +63,16 @@ class Traffic(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         patience_s=st.none() | st.integers(0, 3),
         num_generated=st.integers(0, 4),
+        cache_salt=st.sampled_from([None, None, "salt"]),
     )
     def add(
-        self, prompt: list[int], params: SamplingParams, priority: int, patience_s: int | None, num_generated: int
+        self,
+        prompt: list[int],
+        params: SamplingParams,
+        priority: int,
+        patience_s: int | None,
+        num_generated: int,
+        cache_salt: str | None,
     ) -> None:
         prompt = prompt[: self.engine.limits.max_model_len - 1]
         answer = self.answer(prompt, params)
@@ -76,6 +83,7 @@ class Traffic(RuleBasedStateMachine):
             generated=answer[: min(num_generated, len(answer) - 1)],
             priority=priority,
             expires_at=None if patience_s is None else self.now_s + patience_s,
+            cache_salt=cache_salt,
         )
         self.sequences[sequence.request_id] = self.engine.add(sequence)
 

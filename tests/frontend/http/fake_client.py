@@ -112,6 +112,7 @@ class Asked:
     request_id: str
     prompt: str | list[int]
     params: SamplingParams
+    cache_salt: str | None = None
     left: trio.Event = field(default_factory=trio.Event)
     """The block of the stream was left."""
     was_finished: bool = False
@@ -183,10 +184,11 @@ class FakeClient(EngineClient):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> _FakeStream:
         assert isinstance(prompt, str | list), "no route opens a session"
         script = self.scripts.pop(0) if self.scripts else self.script
-        asked = Asked(request_id or "made-up", prompt, params or SamplingParams())
+        asked = Asked(request_id or "made-up", prompt, params or SamplingParams(), cache_salt)
         return _FakeStream(self, asked, script)
 
     async def encode(

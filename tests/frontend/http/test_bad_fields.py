@@ -11,6 +11,7 @@ import trio
 
 from tests.frontend.http.fake_client import FakeClient
 from tests.frontend.http.server import CHAT, COMPLETION, Connection, open_server
+from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -80,7 +81,7 @@ SHARED: dict[str, list[Any]] = {
     "guided_json": [{}],
     "return_token_ids": NOT_BOOLS,
     "priority": [1, -1, HUGE],
-    "cache_salt": ["", "x"],
+    "cache_salt": ["", "x" * (MAX_CACHE_SALT_CHARS + 1), *NOT_TEXT],
 }
 CHAT_ONLY: dict[str, list[Any]] = {
     "messages": [None, [], "", 1, {}, True, [CHAT["messages"][0]] * (MAX_MESSAGES + 1)],

@@ -47,6 +47,21 @@ def test_rates_are_per_second_since_the_last_line(
     ]
 
 
+def test_the_hit_rate_is_that_of_the_prompts_since_the_last_line_and_is_left_out_without_any(
+    logger: LoggingStatLogger, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for queried, cached in ((60, 0), (40, 25)):
+        logger.record(None, IterationStats(num_prompt_tokens=200, num_queried_tokens=queried, num_cached_tokens=cached))
+    logger.log()
+    logger.record(None, IterationStats(num_generation_tokens=1))
+    logger.log()
+    logger.record(None, IterationStats(num_queried_tokens=40, num_prompt_tokens=40))
+    logger.log()
+
+    rates = [line.partition(", prefix cache hit rate ")[2] for line in caplog.messages]
+    assert rates == ["25.0 %", "", "0.0 %"]
+
+
 def test_an_idle_engine_is_said_to_be_idle_once(
     logger: LoggingStatLogger, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -50,7 +50,14 @@ def test_before_anything_happens_every_series_is_there_and_zero() -> None:
 
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
         assert values[f"vllm:{name}", ""] == 0
-    for name in ("prompt_tokens", "generation_tokens", "prompt_tokens_cached", "num_preemptions"):
+    for name in (
+        "prompt_tokens",
+        "generation_tokens",
+        "prompt_tokens_cached",
+        "prefix_cache_queries",
+        "prefix_cache_hits",
+        "num_preemptions",
+    ):
         assert values[f"vllm:{name}_total", ""] == 0
     for reason in ("stop", "length", "abort", "error"):
         assert values["vllm:request_success_total", reason] == 0
@@ -127,12 +134,17 @@ def test_each_end_is_counted_once_with_its_reason_and_sizes() -> None:
 def test_token_counters_add_up() -> None:
     logger = PrometheusStatLogger("tiny")
     for _ in range(2):
-        logger.record(None, IterationStats(num_prompt_tokens=7, num_cached_tokens=4, num_generation_tokens=3))
+        logger.record(
+            None,
+            IterationStats(num_prompt_tokens=7, num_queried_tokens=6, num_cached_tokens=4, num_generation_tokens=3),
+        )
 
     values = samples(logger)
 
     assert values["vllm:prompt_tokens_total", ""] == 14
     assert values["vllm:prompt_tokens_cached_total", ""] == 8
+    assert values["vllm:prefix_cache_queries_total", ""] == 12
+    assert values["vllm:prefix_cache_hits_total", ""] == 8
     assert values["vllm:generation_tokens_total", ""] == 6
 
 

@@ -14,6 +14,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from trio_llm.engine.scheduling.block_hash import BlockHash
+from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 
 __all__ = ["BlockPool"]
 
@@ -25,10 +26,12 @@ class BlockPool:
 
     Args:
         keeps_cache: False: no block is known by its hash, ever.
+        log: is told which hashes are known no more. Who publishes tells it of the others, whose tokens it knows.
     """
 
-    def __init__(self, num_blocks: int, *, keeps_cache: bool = True) -> None:
+    def __init__(self, num_blocks: int, *, keeps_cache: bool = True, log: KVEventLog | None = None) -> None:
         self._keeps_cache = keeps_cache
+        self._log = log
         self._free = list(range(num_blocks - 1, -1, -1))
         """A stack: what was freed last is likeliest to be in a processor's cache still."""
         self._num_holders = [0] * num_blocks
@@ -93,37 +96,51 @@ class BlockPool:
             found.append(block_id)
         return found
 
-    def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """Let a held block be found, which is full and never written again. Of no effect if another holds the same."""
+    def publish(self, block_id: int, block_hash: BlockHash) -> bool:
+        """Let a held block be found, which is full and never written again. Of no effect if another holds the same.
+
+        Returns:
+            Whether the hash is known from now on, and was not before.
+        """
         assert self._num_holders[block_id] > 0, f"block {block_id} is published but not held"
         assert self._hashes[block_id] is None, f"block {block_id} is published twice"
-        if self._keeps_cache and block_hash not in self._by_hash:
-            self._by_hash[block_hash] = block_id
-            self._hashes[block_id] = block_hash
+        if not self._keeps_cache or block_hash in self._by_hash:
+            return False
+        self._by_hash[block_hash] = block_id
+        self._hashes[block_id] = block_hash
+        return True
 
     def forget(self, block_ids: Iterable[int]) -> None:
         """Let these blocks be found no more; whoever holds them goes on holding them."""
         for block_id in block_ids:
-            block_hash = self._hashes[block_id]
-            if block_hash is None:
-                continue
-            self._hashes[block_id] = None
-            del self._by_hash[block_hash]
-            if self._num_holders[block_id] == 0:
-                del self._cached[block_id]
-                self._free.append(block_id)
+            if self._hashes[block_id] is not None:
+                self._forget_one(block_id)
+                if self._num_holders[block_id] == 0:
+                    del self._cached[block_id]
+                    self._free.append(block_id)
 
     def forget_all(self) -> None:
         """Let no block be found any more."""
-        self.forget(list(self._by_hash.values()))
+        for block_id in self._by_hash.values():
+            self._hashes[block_id] = None
+        self._by_hash.clear()
+        self._free.extend(self._cached)
+        self._cached.clear()
+        if self._log is not None:
+            self._log.cleared()
 
     def _evict(self) -> int:
         block_id, _ = self._cached.popitem(last=False)
+        self._forget_one(block_id)
+        return block_id
+
+    def _forget_one(self, block_id: int) -> None:
         block_hash = self._hashes[block_id]
         assert block_hash is not None
         del self._by_hash[block_hash]
         self._hashes[block_id] = None
-        return block_id
+        if self._log is not None:
+            self._log.removed(block_hash)
 
     # ----------------------------------------------------------------------------------- observation
 

@@ -32,6 +32,8 @@ class SchedulerLimits:
     """Ids from 0 up that can be sampled; any other is a fault of the device."""
     keeps_cache: bool = True
     """Blocks are found again by what they hold: a prompt that begins as an earlier one is not computed again there."""
+    logs_kv_events: bool = False
+    """What can be found, and what cannot any more, is written down for the front end."""
 
     def __post_init__(self) -> None:
         assert 0 < self.max_num_seqs <= self.max_num_batched_tokens
@@ -49,6 +51,7 @@ class SchedulerLimits:
             eos_token_ids=model.eos_token_ids,
             logits_width=model.logits_width,
             keeps_cache=config.enable_prefix_caching,
+            logs_kv_events=config.kv_events,
         )
 
     @property

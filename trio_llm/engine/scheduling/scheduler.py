@@ -17,6 +17,7 @@ from itertools import chain
 
 from trio_llm.engine.executor.base import PooledVector, SampledToken, StepPlan, StepResult
 from trio_llm.engine.scheduling.draft import Draft, StepInFlight
+from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.pooling import pooled_row
 from trio_llm.engine.scheduling.rows import final_row, find_fault, take_scores
@@ -328,6 +329,11 @@ class Scheduler:
         self._blocks.kept.add(sequence)
 
     # ---------------------------------------------------------------------------------- observation
+
+    @property
+    def kv_event_log(self) -> KVEventLog | None:
+        """What entered and left the prefix cache and was not taken yet. None: nobody wants to know."""
+        return self._blocks.log
 
     def reset_prefix_cache(self) -> None:
         """Let no request find what was computed before now. What runs keeps what it has."""

@@ -10,6 +10,7 @@ from itertools import islice
 
 from trio_llm.engine.scheduling.block_hash import extend_hashes
 from trio_llm.engine.scheduling.blocks import BlockPool
+from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.sessions import KeptBlocks
@@ -27,7 +28,9 @@ class SequenceBlocks:
 
     def __init__(self, limits: SchedulerLimits) -> None:
         self._limits = limits
-        self._pool = BlockPool(limits.num_blocks, keeps_cache=limits.keeps_cache)
+        self.log = KVEventLog() if limits.logs_kv_events else None
+        """What enters and leaves the cache; None: nobody wants to know."""
+        self._pool = BlockPool(limits.num_blocks, keeps_cache=limits.keeps_cache, log=self.log)
         self.kept = KeptBlocks(self._pool)
         """Sequences that do not run and hold blocks all the same."""
 
@@ -110,9 +113,26 @@ class SequenceBlocks:
         if num_full <= sequence.num_published_blocks:
             return
         self._hash(sequence)
-        for i in range(sequence.num_published_blocks, num_full):
-            self._pool.publish(sequence.block_ids[i], sequence.block_hashes[i])
-        sequence.num_published_blocks = num_full
+        start, sequence.num_published_blocks = sequence.num_published_blocks, num_full
+        for i in range(start, num_full):
+            is_new = self._pool.publish(sequence.block_ids[i], sequence.block_hashes[i])
+            if self.log is not None and not is_new:
+                self._tell_stored(sequence, start, i, self.log)
+                start = i + 1
+        if self.log is not None:
+            self._tell_stored(sequence, start, num_full, self.log)
+
+    def _tell_stored(self, sequence: Sequence, start: int, end: int, log: KVEventLog) -> None:
+        """The sequence's blocks from number `start` to `end - 1`, if there are any, have entered the cache."""
+        if start == end:
+            return
+        hashes, block_size = sequence.block_hashes, self._limits.block_size
+        log.stored(
+            hashes[start:end],
+            parent=hashes[start - 1] if start else sequence.cache_root or None,
+            token_ids=sequence.token_ids[start * block_size : end * block_size],
+            block_size=block_size,
+        )
 
     def forget(self, sequence: Sequence) -> None:
         """Let nobody find this sequence's blocks: what was computed for it is not sound."""

@@ -82,6 +82,7 @@ class Generation:
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     request_id: str
+    cache_salt: str | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     view: AnswerView = PLAIN_VIEW
     """What its answer shows."""
@@ -139,7 +140,9 @@ class Generation:
         self.running.add(request_id)
         try:
             async with AsyncExitStack() as stack:
-                stream = self.client.generate(self.prompts[index], self.params, request_id=request_id)
+                stream = self.client.generate(
+                    self.prompts[index], self.params, request_id=request_id, cache_salt=self.cache_salt
+                )
                 try:
                     with self.timeout.within():  # also tells the engine when nobody reads any more
                         await stack.enter_async_context(stream)

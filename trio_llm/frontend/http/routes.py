@@ -128,6 +128,7 @@ class _Routes:
             prompts=[token_ids],
             params=params,
             request_id=request_id,
+            cache_salt=request.cache_salt,
             timeout=timeout,
             view=view,
             param_names=param_names(request),
@@ -169,6 +170,7 @@ class _Routes:
             prompts=prompts,
             params=params,
             request_id=request_id,
+            cache_salt=request.cache_salt,
             timeout=timeout,
             view=view,
         )

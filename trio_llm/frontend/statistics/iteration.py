@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import trio
 
-from trio_llm.frontend.output_processor import RequestState
+from trio_llm.frontend.request_state import RequestState
 from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats, StatLogger
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import SchedulerStats
@@ -60,6 +60,7 @@ class StatisticsRecorder:
             if state.family is None or state.family.take_first_token():
                 iteration.time_to_first_token_s.append(now_s - clock.arrived_s)
                 iteration.num_prompt_tokens += len(state.request.prompt_token_ids)
+                iteration.num_queried_tokens += len(state.request.prompt_token_ids)
                 iteration.num_cached_tokens += state.num_cached_tokens
         else:
             iteration.inter_token_latency_s.append(now_s - clock.last_token_s)

@@ -29,6 +29,8 @@ class LoggingStatLogger:
         self._last_log = clock()
         self._scheduler = SchedulerStats()
         self._num_prompt_tokens = 0
+        self._num_queried_tokens = 0
+        self._num_cached_tokens = 0
         self._num_generation_tokens = 0
         self._num_rejections = 0
         self._was_idle = True
@@ -38,6 +40,8 @@ class LoggingStatLogger:
         if scheduler is not None:
             self._scheduler = scheduler
         self._num_prompt_tokens += iteration.num_prompt_tokens
+        self._num_queried_tokens += iteration.num_queried_tokens
+        self._num_cached_tokens += iteration.num_cached_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
 
     def record_rejection(self, reason: str) -> None:
@@ -59,14 +63,22 @@ class LoggingStatLogger:
         if not (is_idle and self._was_idle):
             used = scheduler.num_blocks - scheduler.num_free_blocks
             _logger.info(
-                "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache usage %.1f %%%s",
+                "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache usage %.1f %%%s%s",
                 self._num_prompt_tokens / elapsed_s,
                 self._num_generation_tokens / elapsed_s,
                 scheduler.num_running,
                 scheduler.num_waiting,
                 100 * used / scheduler.num_blocks if scheduler.num_blocks else 0.0,
+                self._hit_rate(),
                 f", refused {self._num_rejections}" if self._num_rejections else "",
             )
         self._was_idle = is_idle
         self._last_log = now
         self._num_prompt_tokens = self._num_generation_tokens = self._num_rejections = 0
+        self._num_queried_tokens = self._num_cached_tokens = 0
+
+    def _hit_rate(self) -> str:
+        """Nothing if no prompt was looked for: 0 % would say that the cache was of no use."""
+        if not self._num_queried_tokens:
+            return ""
+        return f", prefix cache hit rate {100 * self._num_cached_tokens / self._num_queried_tokens:.1f} %"

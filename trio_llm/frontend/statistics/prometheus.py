@@ -85,6 +85,7 @@ class PrometheusStatLogger:
         self._num_preempted = 0
         self._num_preempted_of_engine = 0
         self._num_prompt_tokens = 0
+        self._num_queried_tokens = 0
         self._num_cached_tokens = 0
         self._num_generation_tokens = 0
         self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
@@ -110,6 +111,7 @@ class PrometheusStatLogger:
             self._num_preempted_of_engine = now
             self._scheduler = scheduler
         self._num_prompt_tokens += iteration.num_prompt_tokens
+        self._num_queried_tokens += iteration.num_queried_tokens
         self._num_cached_tokens += iteration.num_cached_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
         if iteration.time_to_first_token_s:
@@ -150,6 +152,10 @@ class PrometheusStatLogger:
         yield self._counter("prompt_tokens", "Prompt tokens of requests with a first token.", self._num_prompt_tokens)
         yield self._counter("generation_tokens", "Generated tokens.", self._num_generation_tokens)
         yield self._counter("prompt_tokens_cached", "Prompt tokens that were in the cache.", self._num_cached_tokens)
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.", self._num_queried_tokens
+        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens that it had.", self._num_cached_tokens)
         yield self._counter("num_preemptions", "Requests put back to make room for others.", self._num_preempted)
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*_LABELS, "finished_reason"]

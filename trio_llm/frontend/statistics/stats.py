@@ -35,7 +35,11 @@ class IterationStats:
 
     num_prompt_tokens: int = 0
     """Of requests whose first token, or vector, came."""
+    num_queried_tokens: int = 0
+    """Prompt tokens that the prefix cache was asked for: of these requests, but not of a session's later inputs, which
+    come behind what it has."""
     num_cached_tokens: int = 0
+    """Of those, the ones that were in it when the request came."""
     num_generation_tokens: int = 0
     time_to_first_token_s: list[float] = field(default_factory=list)
     inter_token_latency_s: list[float] = field(default_factory=list)

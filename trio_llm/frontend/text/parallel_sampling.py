@@ -1,7 +1,7 @@
 """Parallel sampling: one request for n choices becomes n requests to the engine, and their ends become one.
 
-Pure. Used by the output handler, which sends the children, the output processor and the collector. The children share
-nothing in the engine yet: each computes the prompt.
+Pure. Used by the output handler, which sends the children, the output processor and the collector. The engine computes
+the prompt for the first child, and the others find it in the prefix cache, but for its last, unfilled block.
 """
 
 from __future__ import annotations
@@ -68,7 +68,15 @@ class Family:
         kind: with FINAL_ONLY, choices that have ended wait here for the others.
     """
 
-    __slots__ = ("_choices", "_has_first_token", "_kind", "_unfinished", "child_ids", "prompt_logprobs")
+    __slots__ = (
+        "_choices",
+        "_has_first_token",
+        "_kind",
+        "_unfinished",
+        "child_ids",
+        "num_cached_tokens",
+        "prompt_logprobs",
+    )
 
     def __init__(self, child_ids: list[str], kind: RequestOutputKind) -> None:
         self.child_ids = child_ids
@@ -76,6 +84,9 @@ class Family:
         self._unfinished = set(range(len(child_ids)))
         self._choices: list[CompletionOutput] = []
         self._has_first_token = False
+        self.num_cached_tokens = 0
+        """Prompt tokens that were in the cache when the request came: those of choice 0, the first to be admitted. What
+        the others find in addition is what was computed for it."""
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         """Set when they are known, if they were asked for; the last output with FINAL_ONLY has them."""
 

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.errors import invalid_fields_error
+from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.frontend.text.quoting import quote
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
@@ -95,6 +96,7 @@ class CommonFields(StrictModel):
     # JSON has no other keys than strings.
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=MAX_LOGIT_BIAS_TOKENS)] = None
     return_token_ids: bool | None = None
+    cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] = None
     timeout: float | None = None
     request_id: RequestId = None
 
@@ -173,7 +175,6 @@ NOT_SUPPORTED: Mapping[str, Neutral] = {
     "thinking_token_budget": only(-1),
     "logits_processors": only([]),
     "kv_transfer_params": only(),
-    "cache_salt": only(),
     "priority": only(0),
     "mm_processor_kwargs": only({}),
 }

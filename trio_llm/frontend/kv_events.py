@@ -1,0 +1,129 @@
+"""KVEventHub: passes on what enters and leaves the engine's prefix cache, to each subscriber all of it.
+
+The output handler puts and never waits; a subscriber that does not keep up is told so. Behind `llm.kv_events()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import trio
+
+from trio_llm.errors import EngineDeadError, KVEventsLostError
+from trio_llm.wire.messages import AllBlocksCleared, EngineCoreOutputs, KVEvent
+
+__all__ = ["KVEventBatch", "KVEventBatches", "KVEventHub"]
+
+
+@dataclass(frozen=True, slots=True)
+class KVEventBatch:
+    """What one message of the engine says of its prefix cache."""
+
+    timestamp: float
+    """The engine's monotonic clock, seconds. A restart of the engine has the time of the batch before."""
+    events: list[KVEvent]
+    """In order; at least one. All subscribers share it: not to be changed."""
+
+
+class KVEventBatches:
+    """What `llm.kv_events()` gives: an async iterator that only an error ends. Several tasks may read; each batch goes
+    to one of them."""
+
+    def __init__(self, max_unread: int) -> None:
+        self._max_unread = max_unread
+        self._send, self._receive = trio.open_memory_channel[KVEventBatch](max_unread)
+        self._error: EngineDeadError | KVEventsLostError | None = None
+
+    def __aiter__(self) -> KVEventBatches:
+        return self
+
+    async def __anext__(self) -> KVEventBatch:
+        """The next batch.
+
+        Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken.
+
+        Raises:
+            KVEventsLostError: this subscriber was too slow. All batches before the first lost one were taken.
+            EngineDeadError: the engine is gone, and all batches it sent were taken.
+            trio.ClosedResourceError: the block was left.
+        """
+        try:
+            return await self._receive.receive()
+        except trio.EndOfChannel:
+            assert self._error is not None
+            # Several tasks may get it, and each adds its own traceback.
+            raise type(self._error)(*self._error.args) from None
+
+    def _put(self, batch: KVEventBatch) -> bool:
+        """False: there was no room for it, and the subscription is over."""
+        try:
+            self._send.send_nowait(batch)
+        except trio.WouldBlock:
+            self._end(
+                KVEventsLostError(
+                    f"{self._max_unread} batches of KV events were unread when the next one came, and so many may be; "
+                    "read faster or give a larger max_unread, then subscribe again and take the cache as unknown"
+                )
+            )
+            return False
+        return True
+
+    def _end(self, error: EngineDeadError | KVEventsLostError) -> None:
+        self._error = error
+        self._send.close()
+
+    def _close(self) -> None:
+        self._send.close()
+        self._receive.close()
+
+
+class KVEventHub:
+    """All subscribers of one engine."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[KVEventBatches] = []
+        self._dead_error: EngineDeadError | None = None
+        self._last_s = 0.0
+
+    @asynccontextmanager
+    async def subscribe(self, max_unread: int) -> AsyncIterator[KVEventBatches]:
+        """What is put while the block lasts.
+
+        Cancellation: safe; leaving the block, by any way, ends the subscription.
+
+        Raises:
+            EngineDeadError: the engine is gone.
+        """
+        await trio.lowlevel.checkpoint()
+        if self._dead_error is not None:
+            raise type(self._dead_error)(*self._dead_error.args)
+        batches = KVEventBatches(max_unread)
+        self._subscribers.append(batches)
+        try:
+            yield batches
+        finally:
+            if batches in self._subscribers:
+                self._subscribers.remove(batches)
+            batches._close()
+
+    def put(self, message: EngineCoreOutputs) -> None:
+        """Pass on the events of a message, if it has any. Never blocks."""
+        if message.kv_events:
+            self._put(KVEventBatch(message.timestamp, message.kv_events))
+
+    def clear(self) -> None:
+        """The engine is dead and another one is started, which has nothing in its cache. Synchronous."""
+        self._put(KVEventBatch(self._last_s, [AllBlocksCleared()]))
+
+    def _put(self, batch: KVEventBatch) -> None:
+        self._last_s = batch.timestamp
+        self._subscribers = [batches for batches in self._subscribers if batches._put(batch)]
+
+    def fail(self, error: EngineDeadError) -> None:
+        """The engine is gone: each subscriber gets what it is owed, then this. Synchronous; once."""
+        self._dead_error = error
+        for batches in self._subscribers:
+            batches._end(error)
+        self._subscribers.clear()
