@@ -9,6 +9,8 @@ generated for its request, so that repeats and gaps are told apart.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from trio_llm.outputs import FinishReason
@@ -164,6 +166,8 @@ class UtilityResult(_Message, frozen=True, gc=False):
     call_id: int
     value: PlainValue | list[PlainValue] | dict[str, PlainValue] = None
     error: str | None = None
+    error_kind: Literal["failed", "invalid", "unsupported"] = "failed"
+    """Of the error: `invalid`: the caller's fault, and nothing was changed."""
 
 
 class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
@@ -177,6 +181,8 @@ class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     outputs: list[EngineCoreOutput] = msgspec.field(default_factory=list)
     stats: SchedulerStats | None = None
     utility_results: list[UtilityResult] = msgspec.field(default_factory=list)
+    weight_version: str = "default"
+    """Of the weights that computed all tokens in here."""
 
 
 class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):

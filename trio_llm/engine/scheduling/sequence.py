@@ -88,6 +88,8 @@ class Sequence:
     """Of `block_ids`, from the first: those that others can find, or could if they did not hold the same elsewhere."""
     num_cached_tokens: int | None = None
     """Tokens found in the cache when it was first admitted; None before."""
+    is_under_way: bool = False
+    """Its answer has begun, here or in an earlier incarnation: it goes on when only new ones are held up."""
 
     @property
     def order(self) -> tuple[int, int]:
