@@ -67,3 +67,5 @@ class RequestOutput(msgspec.Struct, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry a token of the prompt, None for the first: nothing comes before it. With DELTA in the first item of
     a choice alone, else in every item since they are known; None unless asked for."""
+    weight_version: str = "default"
+    """Of the weights that computed the newest token: what `update_weights` said last."""

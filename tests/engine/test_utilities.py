@@ -74,10 +74,9 @@ class Engine:
         return [t for row in self.rows if row.request_id == request_id for t in row.new_token_ids]
 
     def end(self, request_id: str = "r") -> str | None:
-        (reason,) = [row.finish_reason for row in self.rows if row.request_id == request_id and row.finish_reason] or [
-            None
-        ]
-        return reason
+        reasons = [row.finish_reason for row in self.rows if row.request_id == request_id and row.finish_reason]
+        assert len(reasons) <= 1, "a request has two ends"
+        return reasons[0] if reasons else None
 
     @property
     def has_all_blocks(self) -> bool:

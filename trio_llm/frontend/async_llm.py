@@ -23,6 +23,7 @@ from trio_llm.errors import (
     InvalidRequestError,
 )
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.control import ControlCalls, EngineControl
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
@@ -48,7 +49,7 @@ _LOG_INTERVAL_S: Final = 10.0
 _MAX_REQUEST_ID_CHARS: Final = 256
 
 
-class AsyncLLM(EngineClient):
+class AsyncLLM(ControlCalls, EngineClient):
     """One engine in this process' care. Made by `open_llm()` only."""
 
     def __init__(
@@ -69,6 +70,7 @@ class AsyncLLM(EngineClient):
         )
         self._ledger = AdmissionLedger(limits, self._recorder.rejection)
         self._utilities = UtilityCalls(core)
+        self._control = EngineControl(self._utilities, self._check_ready)
         self._handler = OutputHandler(
             core,
             self._recorder,
@@ -192,6 +194,7 @@ class AsyncLLM(EngineClient):
         if self._is_draining and self._dead_error is None:
             raise EngineUnavailableError("the server is shutting down and takes no new requests")
         self._check_ready()
+        self._control.check_awake()
         self._ledger.check()
 
     # ----------------------------------------------------------------------------------------- state
@@ -278,6 +281,7 @@ class AsyncLLM(EngineClient):
         self._nursery = nursery
         nursery.start_soon(self._core.run)
         nursery.start_soon(self._handler.run)
+        nursery.start_soon(self._control.run)
         nursery.start_soon(self._log_statistics)
         await self._start_up()
 

@@ -281,6 +281,8 @@ class OutputHandler:
         now_s = trio.current_time()
         if message.stats is not None:
             self._recorder.scheduler(message.stats)
+        if self.processor is not None:
+            self.processor.weight_version = message.weight_version
         for result in message.utility_results:
             self._hooks.on_utility_result(result)
         aborted: list[str] = []

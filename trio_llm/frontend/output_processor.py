@@ -58,6 +58,8 @@ class RequestState:
     """All so far; not for DELTA, which keeps nothing it has given away."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """All so far, one a token of the prompt. None: not asked for, or given away."""
+    weight_version: str = "default"
+    """Of the engine when it was heard of last."""
 
 
 class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
@@ -88,6 +90,8 @@ class OutputProcessor:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._states: dict[str, RequestState] = {}
+        self.weight_version = "default"
+        """Of the rows to come; set by whoever brings them."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -108,6 +112,7 @@ class OutputProcessor:
             index,
             family,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            weight_version=self.weight_version,
         )
         self._states[request.request_id] = state
         return state
@@ -186,6 +191,7 @@ class OutputProcessor:
         state = self._states.get(row.request_id)
         if state is None:
             return None  # harmless: an abort and the end may cross
+        state.weight_version = self.weight_version
         is_gone = row.finish_reason is not None and not row.goes_on
         if row.start > state.num_tokens and not state.is_tombstone:
             raise OutputGap(
@@ -322,7 +328,14 @@ def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput |
             return None
     elif not news.token_ids and not news.text and not is_last:
         return None
-    output = RequestOutput(state.external_id, state.num_prompt_tokens, state.num_cached_tokens, [news], is_last)
+    output = RequestOutput(
+        state.external_id,
+        state.num_prompt_tokens,
+        state.num_cached_tokens,
+        [news],
+        is_last,
+        weight_version=state.weight_version,
+    )
     if state.prompt_logprobs is not None:
         _add_prompt_logprobs(state, output)
     elif state.family is not None and state.kind is RequestOutputKind.CUMULATIVE:
