@@ -114,6 +114,9 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     sse_keep_alive_interval: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
     drain_timeout: options.DrainTimeout = _SERVER.drain_timeout_s,
     keep_alive_on_engine_death: options.KeepAlive = _SERVER.keep_alive_on_engine_death,
+    dev_mode: options.DevMode = _SERVER.dev_mode,
+    weights_root: options.WeightsRoot = _SERVER.weights_root,
+    profile_dir: options.ProfileDir = _ENGINE.profile_dir,
     log_level: options.LogLevel = "info",
     disable_log_stats: options.DisableLogStats = False,
 ) -> int:
@@ -131,6 +134,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
         kv_cache_memory_bytes=kv_cache_memory,
         enable_prefix_caching=not disable_prefix_caching,
         run_ahead=run_ahead,
+        profile_dir=profile_dir,
     )
     server_config = ServerConfig(
         host=host,
@@ -142,6 +146,8 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
         max_body_bytes=max_body_bytes,
         body_timeout_s=body_timeout,
         sse_keep_alive_interval_s=sse_keep_alive_interval,
+        dev_mode=dev_mode,
+        weights_root=weights_root,
     )
     from trio_llm.cli.serve import run_server
 
