@@ -307,6 +307,21 @@ def test_a_pause_that_keeps_stops_at_once_and_computes_nothing_twice(run_ahead: 
     assert engine.core.stats.num_preempted == 0
 
 
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_pause_forgets_what_was_computed_only_if_it_is_told_to(mode: str, clears: bool) -> None:
+    engine = an_engine()
+    engine.send(a_request("a", [1] * 40))
+    engine.run()
+
+    engine.ask("pause", mode, clears)
+    engine.ask("resume")
+    engine.send(a_request("b", [1] * 40))
+    engine.run()
+
+    assert [row.num_cached_tokens for row in engine.rows if row.start == 0] == [0, 0 if clears else 32]
+
+
 def test_a_pause_that_waits_lets_the_begun_ones_end_and_is_answered_then() -> None:
     engine = an_engine()
     engine.send(LONG)

@@ -71,7 +71,8 @@ FROM_ENGINE: list[FromEngine] = [
             EngineCoreOutput("r-4", 5, [1], finish_reason="length", goes_on=True),
         ],
         SchedulerStats(1, 2, 3, 4, 5, 6),
-        [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no")],
+        [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no"), UtilityResult(3, error="x", error_kind="invalid")],
+        "v2",
     ),
     Ready(
         1,

@@ -105,7 +105,7 @@ class EngineControl:
         try:
             job.answer = await self._utilities.call(job.method, *job.args)
             if job.method in _CHANGES_STATE:
-                self._learn(job.answer)
+                self.state = _read(job.answer)
         except TrioLLMError as error:
             job.error = error
             # Half of what was asked for may be done.
@@ -114,13 +114,7 @@ class EngineControl:
 
     async def _ask_state(self) -> None:
         with suppress(TrioLLMError):  # whoever calls next is told
-            self._learn(await self._utilities.call("control_state"))
-
-    def _learn(self, answer: _Answer) -> None:
-        try:
-            self.state = msgspec.convert(answer, ControlState)
-        except msgspec.ValidationError as error:
-            raise EngineGenerateError(f"the engine told of its state what cannot be read: {error}") from error
+            self.state = _read(await self._utilities.call("control_state"))
 
     async def call(self, method: str, *args: PlainValue) -> _Answer:
         """Have a call made when those before it are over, and wait for its answer.
@@ -155,9 +149,11 @@ class EngineControl:
         return await self._utilities.call(method, *args)
 
     async def fetch_state(self) -> ControlState:
-        """What the engine says of itself now. Cancellation: safe. Raises: as `call`."""
-        self._learn(await self.ask("control_state"))
-        return self.state
+        """What the engine says of itself now. Cancellation: safe. Raises: as `call`.
+
+        Not kept as `state`: by the time that this task gets its turn, a call may have changed it.
+        """
+        return _read(await self.ask("control_state"))
 
 
 class ControlCalls:
@@ -210,6 +206,13 @@ class ControlCalls:
 
     async def update_weights(self, path: str, *, version: str) -> None:
         await self._control.call("update_weights", path, version)
+
+
+def _read(answer: _Answer) -> ControlState:
+    try:
+        return msgspec.convert(answer, ControlState)
+    except msgspec.ValidationError as error:
+        raise EngineGenerateError(f"the engine told of its state what cannot be read: {error}") from error
 
 
 def _left() -> EngineDeadError:

@@ -15,7 +15,7 @@ __all__ = ["Profiler"]
 
 
 class Profiler:
-    """At most one recording at a time. A recording is kept in memory until it ends: some kilobytes a step and layer."""
+    """At most one recording at a time. A recording is kept in memory until it ends: megabytes a step."""
 
     def __init__(self, *, on_cuda: bool) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
