@@ -173,13 +173,24 @@ async def test_equal_calls_that_wait_next_to_each_other_are_one_and_others_keep_
 
         fake.core.on_sent = note
         async with trio.open_nursery() as nursery:
-            for method in ("resume", "sleep 1", "sleep 1", "wake_up", "sleep 1", "sleep 1", "wake_up", "wake_up"):
+            # The first one has begun when the second comes, which must count from now on.
+            for method in (
+                "resume",
+                "resume",
+                "sleep 1",
+                "sleep 1",
+                "wake_up",
+                "sleep 1",
+                "sleep 1",
+                "wake_up",
+                "wake_up",
+            ):
                 nursery.start_soon(work_through, fake.llm, method, "")
                 await wait_all_tasks_blocked()
             fake.llm.resume()
         fake.core.on_sent = remember
 
-        assert sent == ["resume", "sleep", "wake_up", "sleep", "wake_up"]
+        assert sent == ["resume", "resume", "sleep", "wake_up", "sleep", "wake_up"]
         await end_well(fake)
 
 
@@ -203,25 +214,30 @@ async def test_a_call_that_nobody_waits_for_any_more_is_not_made_and_one_that_ha
 
 async def test_new_requests_are_refused_while_the_engine_sleeps_and_running_ones_go_on_after() -> None:
     async with open_fake_llm() as fake:
-        expected = await ask(fake.llm)
-        async with fake.llm.generate("hello", PARAMS) as stream:
-            first = (await anext(stream)).outputs[0].token_ids
+        with trio.fail_after(BOUND_S):
+            await sleep_and_wake_beside_a_stream(fake)
+
+
+async def sleep_and_wake_beside_a_stream(fake: FakeSetUp) -> None:
+    expected = await ask(fake.llm)
+    async with fake.llm.generate("hello", PARAMS) as stream:
+        first = (await anext(stream)).outputs[0].token_ids
+        await fake.llm.sleep()
+        assert await fake.llm.is_sleeping()
+        for _ in range(2):
+            with pytest.raises(EngineUnavailableError, match=r"sleeps \(level 1\); wake it up"):
+                await ask(fake.llm)
+            await fake.llm.check_health()
+            await fake.llm.sleep(2)
+            await fake.llm.wake_up(["kv_cache"])
             await fake.llm.sleep()
-            assert await fake.llm.is_sleeping()
-            for _ in range(2):
-                with pytest.raises(EngineUnavailableError, match=r"sleeps \(level 1\); wake it up"):
-                    await ask(fake.llm)
-                await fake.llm.check_health()
-                await fake.llm.sleep(2)
-                await fake.llm.wake_up(["kv_cache"])
-                await fake.llm.sleep()
-                await fake.llm.wake_up(["weights"])
-            await fake.llm.wake_up()
+            await fake.llm.wake_up(["weights"])
+        await fake.llm.wake_up()
 
-            tokens = first + [t async for output in stream for t in output.outputs[0].token_ids]
+        tokens = first + [t async for output in stream for t in output.outputs[0].token_ids]
 
-        assert tokens == expected == await ask(fake.llm)
-        await fake.assert_nothing_is_left()
+    assert tokens == expected == await ask(fake.llm)
+    await fake.assert_nothing_is_left()
 
 
 async def test_requests_that_come_in_a_pause_wait_in_the_line() -> None:
