@@ -209,4 +209,4 @@ def test_the_series_of_the_page_are_those_of_the_metrics() -> None:
         if family.name.startswith(("vllm:", "trio_llm"))
     }
 
-    assert set(re.findall(r"`((?:vllm:|trio_llm_)\w+)`", section("Probes and metrics"))) == served
+    assert set(re.findall(r"`((?:vllm:|trio_llm[:_])\w+)`", section("Probes and metrics"))) == served

@@ -112,6 +112,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """In ten minutes."""
     stall_timeout_s: float = 120.0
     """Seconds without a step while there is work, or without any sign of life, after which an engine is killed."""
+    profile_dir: str | None = None
+    """Folder that the torch profiler writes to when it is started and stopped; None: it cannot be."""
     fake: FakeEngineConfig | None = None
 
     def __post_init__(self) -> None:
@@ -128,6 +130,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         _check_positive("--max-engine-restarts", self.max_engine_restarts)
         _check_seconds("--stall-timeout", self.stall_timeout_s)
+        if self.profile_dir == "":
+            raise ConfigError("--profile-dir must not be empty")
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"--max-num-seqs ({self.max_num_seqs}) must not be above "
@@ -171,6 +175,10 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds of silence in a stream after which a comment is sent."""
     max_connections: int = 4096
     """Connections open at a time; more are closed at once. Fewer if the process may not have so many descriptors."""
+    dev_mode: bool = False
+    """Serve the control routes, too: whoever reaches the port may put the engine to sleep."""
+    weights_root: str | None = None
+    """Folder below which /update_weights takes weights from; None: it takes none."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -180,6 +188,13 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 f"--host {self.host} would let everybody on the network use this server, which knows no keys yet; "
                 "use 127.0.0.1, or say --allow-unauthenticated"
             )
+        if self.dev_mode and not _is_loopback(self.host):
+            raise ConfigError(
+                f"--host {self.host} with --dev-mode would let everybody on the network control the engine; "
+                "use 127.0.0.1, or leave --dev-mode out"
+            )
+        if self.weights_root is not None and not (self.weights_root and Path(self.weights_root).is_dir()):
+            raise ConfigError(f"--weights-root {self.weights_root!r} is not a directory")
         _check_seconds("--drain-timeout", self.drain_timeout_s, zero=True)
         _check_positive("--max-body-bytes", self.max_body_bytes)
         _check_seconds("--body-timeout", self.body_timeout_s)

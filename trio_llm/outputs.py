@@ -69,6 +69,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """One entry a token of the prompt, None for the first: nothing comes before it. With DELTA in the first item of
     a choice alone, else in every item since they are known; None unless asked for."""
+    weight_version: str = "default"
+    """Of the weights that computed the newest token: what `update_weights` said last."""
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
@@ -81,6 +83,8 @@ class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
     """Prompt tokens that the engine did not have to compute."""
     data: bytes
     """float32, little-endian, one number after the other."""
+    weight_version: str = "default"
+    """Of the weights that computed it."""
 
     @property
     def values(self) -> list[float]:

@@ -207,7 +207,8 @@ async def test_a_stream_that_is_dropped_warns_and_is_aborted() -> None:
 async def test_a_stream_that_is_collected_in_another_thread_is_aborted_too(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
-    async with open_fake_llm() as fake:
+    # Slow, or the answer is over before the thread gets its turn.
+    async with open_fake_llm(step_s=0.01) as fake:
         streams = [fake.llm.generate(HELLO, params(2000))]
         await streams[0].__aenter__()
 

@@ -36,6 +36,17 @@ async def test_unread_deltas_become_one_that_says_the_same() -> None:
     assert output.finished
 
 
+@pytest.mark.parametrize("kind", RequestOutputKind)
+async def test_merged_outputs_carry_the_version_of_the_newest(kind: RequestOutputKind) -> None:
+    collector = RequestOutputCollector(kind)
+    for version in ("v1", "v2"):
+        output = an_output("a", 1)
+        output.weight_version = version
+        collector.put(output)
+
+    assert (await collector.receive()).weight_version == "v2"
+
+
 async def test_choices_are_merged_each_by_itself() -> None:
     collector = RequestOutputCollector(DELTA)
     collector.put(an_output("a", 1, index=0))

@@ -86,13 +86,14 @@ FROM_ENGINE: list[FromEngine] = [
             EngineCoreOutput("r-5", 0, [], finish_reason="stop", pooled=b"\x00\x00\x80\x3f"),
         ],
         SchedulerStats(1, 2, 3, 4, 5, 6),
-        [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no")],
+        [UtilityResult(1, {"a": 1}), UtilityResult(2, error="no"), UtilityResult(3, error="x", error_kind="invalid")],
         [
             BlockRemoved([b"0" * 16, b"\xff" * 16]),
             AllBlocksCleared(),
             BlockStored([b"1" * 16, b"2" * 16], None, [1, 2, 3, 4], 2),
             BlockStored([b"3" * 16], b"2" * 16, [5, 6], 2),
         ],
+        "v2",
     ),
     EngineCoreOutputs(1, 3, 0.5, kv_events=[AllBlocksCleared()]),
     Ready(

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any
 
+import msgspec
 import typer
 from typer.main import get_command
 
@@ -91,6 +92,11 @@ def _root(
     """Serve large language models from Trio."""
 
 
+def _fields_of(config: type[msgspec.Struct], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Options are named as the fields that they fill."""
+    return {name: given[name] for name in config.__struct_fields__ if name in given}
+
+
 @app.command()
 def serve(  # noqa: PLR0913 - typer reads the options off the signature
     model: options.Model = _ENGINE.model,
@@ -102,7 +108,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     max_num_batched_tokens: options.MaxNumBatchedTokens = _ENGINE.max_num_batched_tokens,
     max_num_queued_reqs: options.MaxNumQueuedReqs = _ENGINE.max_num_queued_reqs,
     max_num_queued_tokens: options.MaxNumQueuedTokens = _ENGINE.max_num_queued_tokens,
-    kv_cache_memory: options.KVCacheMemory = _ENGINE.kv_cache_memory_bytes,
+    kv_cache_memory_bytes: options.KVCacheMemory = _ENGINE.kv_cache_memory_bytes,
     num_gpu_blocks_override: options.NumBlocks = _ENGINE.num_gpu_blocks_override,
     disable_prefix_caching: options.DisablePrefixCaching = not _ENGINE.enable_prefix_caching,
     run_ahead: options.RunAhead = _ENGINE.run_ahead,
@@ -110,45 +116,23 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     port: options.Port = _SERVER.port,
     allow_unauthenticated: options.AllowUnauthenticated = _SERVER.allow_unauthenticated,
     max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
-    body_timeout: options.BodyTimeout = _SERVER.body_timeout_s,
-    sse_keep_alive_interval: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
-    drain_timeout: options.DrainTimeout = _SERVER.drain_timeout_s,
+    body_timeout_s: options.BodyTimeout = _SERVER.body_timeout_s,
+    sse_keep_alive_interval_s: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
+    drain_timeout_s: options.DrainTimeout = _SERVER.drain_timeout_s,
     keep_alive_on_engine_death: options.KeepAlive = _SERVER.keep_alive_on_engine_death,
     on_engine_death: options.OnEngineDeath = _ENGINE.on_engine_death,
     max_engine_restarts: options.MaxEngineRestarts = _ENGINE.max_engine_restarts,
-    stall_timeout: options.StallTimeout = _ENGINE.stall_timeout_s,
+    stall_timeout_s: options.StallTimeout = _ENGINE.stall_timeout_s,
+    dev_mode: options.DevMode = _SERVER.dev_mode,
+    weights_root: options.WeightsRoot = _SERVER.weights_root,
+    profile_dir: options.ProfileDir = _ENGINE.profile_dir,
     log_level: options.LogLevel = "info",
     disable_log_stats: options.DisableLogStats = False,
 ) -> int:
     """Serve MODEL with an OpenAI-compatible API. The port answers at once; /health is 503 until the model is loaded."""
-    engine_config = EngineConfig(
-        model=model,
-        dtype=dtype,
-        device=device,
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        max_num_batched_tokens=max_num_batched_tokens,
-        max_num_queued_reqs=max_num_queued_reqs,
-        max_num_queued_tokens=max_num_queued_tokens,
-        num_gpu_blocks_override=num_gpu_blocks_override,
-        kv_cache_memory_bytes=kv_cache_memory,
-        enable_prefix_caching=not disable_prefix_caching,
-        run_ahead=run_ahead,
-        on_engine_death=on_engine_death,
-        max_engine_restarts=max_engine_restarts,
-        stall_timeout_s=stall_timeout,
-    )
-    server_config = ServerConfig(
-        host=host,
-        port=port,
-        allow_unauthenticated=allow_unauthenticated,
-        served_model_names=tuple(served_model_name or ()),
-        drain_timeout_s=drain_timeout,
-        keep_alive_on_engine_death=keep_alive_on_engine_death,
-        max_body_bytes=max_body_bytes,
-        body_timeout_s=body_timeout,
-        sse_keep_alive_interval_s=sse_keep_alive_interval,
-    )
+    given = locals()
+    engine_config = EngineConfig(enable_prefix_caching=not disable_prefix_caching, **_fields_of(EngineConfig, given))
+    server_config = ServerConfig(served_model_names=tuple(served_model_name or ()), **_fields_of(ServerConfig, given))
     from trio_llm.cli.serve import run_server
 
     return run_server(engine_config, server_config, log_level=log_level, log_stats=not disable_log_stats)

@@ -17,6 +17,7 @@ _MODEL = "Model"
 _MEMORY = "Memory and scheduling"
 _SERVER = "Server"
 _FAILURE = "Failure"
+_DEV = "Control of the running engine"
 _LOGS = "Logs"
 
 OTHER_NAMES: Final = {"--kv-cache-memory-bytes": "--kv-cache-memory"}
@@ -205,6 +206,35 @@ SSEKeepAlive = Annotated[
         metavar="S",
         help="Seconds of silence in a stream after which a comment is sent.",
         rich_help_panel=_SERVER,
+    ),
+]
+
+DevMode = Annotated[
+    bool,
+    typer.Option(
+        "--dev-mode",
+        help="Serve the routes that control the engine, too: sleep, pause, new weights. Loopback only.",
+        rich_help_panel=_DEV,
+    ),
+]
+WeightsRoot = Annotated[
+    str | None,
+    typer.Option(
+        "--weights-root",
+        metavar="DIR",
+        help="Folder below which /update_weights takes weights from.",
+        show_default="it takes none",
+        rich_help_panel=_DEV,
+    ),
+]
+ProfileDir = Annotated[
+    str | None,
+    typer.Option(
+        "--profile-dir",
+        metavar="DIR",
+        help="Folder for traces of the torch profiler.",
+        show_default="there are none",
+        rich_help_panel=_DEV,
     ),
 ]
 

@@ -7,8 +7,6 @@ tests drive it directly.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from typing import Final
 
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import Executor, LaunchedStep, StepPlan
@@ -17,6 +15,7 @@ from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.pooling import find_task_problem
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.utilities import BETWEEN_STEPS, Utilities
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
     Abort,
@@ -27,7 +26,6 @@ from trio_llm.wire.messages import (
     EngineCoreRequest,
     Heartbeat,
     ModelConfig,
-    PlainValue,
     Ready,
     SchedulerStats,
     ToEngine,
@@ -36,8 +34,6 @@ from trio_llm.wire.messages import (
 )
 
 __all__ = ["EngineCore"]
-
-UtilityValue = PlainValue | list[PlainValue] | dict[str, PlainValue]
 
 
 class EngineCore:
@@ -63,10 +59,11 @@ class EngineCore:
         self._num_executed = 0
         self._rows: list[EngineCoreOutput] = []
         self._utility_results: list[UtilityResult] = []
-        self._utilities: Final[dict[str, Callable[..., UtilityValue]]] = {
-            "ping": self._ping,
-            "check_scheduler": self._check_scheduler,
-        }
+        self._sealed: deque[EngineCoreOutputs] = deque()
+        """Messages that are complete and not given out yet."""
+        self._utilities = Utilities(
+            executor, self._scheduler, num_sent=lambda: self._num_sent, profile_dir=config.profile_dir
+        )
 
     def ready(self) -> Ready:
         """The message that opens this engine for requests."""
@@ -84,11 +81,15 @@ class EngineCore:
     @property
     def is_busy(self) -> bool:
         """`step()` has something to do now. False also when only an `Ack` can help."""
-        has_work = self._scheduler.has_unfinished or bool(self._in_flight)
-        return self._has_news or (has_work and self.has_credit)
+        may_plan = self._utilities.state.may_step and self._scheduler.has_unfinished
+        return self._has_news or ((may_plan or bool(self._in_flight)) and self.has_credit)
 
     def handle(self, message: ToEngine, now_s: float) -> None:
-        """Take one message in. Never raises: what a message gets wrong is that message's own error."""
+        """Take one message in. What it gets wrong is its own error.
+
+        Raises:
+            Exception: the executor failed as a whole, in a step that a utility call had to wait for, or in the call.
+        """
         match message:
             case EngineCoreRequest():
                 self._add(message, now_s)
@@ -99,7 +100,7 @@ class EngineCore:
             case Ack():
                 self._num_acknowledged = min(max(self._num_acknowledged, message.step), self._num_sent)
             case UtilityCall():
-                self._utility_results.append(self._call(message))
+                self._call(message, now_s)
 
     def step(self, now_s: float) -> EngineCoreOutputs | None:
         """Retire one step and return all there is to send, or None if there is nothing.
@@ -111,16 +112,25 @@ class EngineCore:
         Raises:
             Exception: the executor failed as a whole; the engine cannot go on.
         """
+        if self._sealed:
+            return self._sealed.popleft()
         if self.has_credit:
             self._rows.extend(self._scheduler.take_expired(now_s))
-            if plan := self._scheduler.schedule():
+            plan = self._scheduler.schedule() if self._utilities.state.may_step else None
+            if plan:
                 self._in_flight.append((plan, self._executor.launch(plan)))
             if self._in_flight and (plan is None or len(self._in_flight) > self._run_ahead):
-                oldest, launched = self._in_flight.popleft()
-                self._rows.extend(self._scheduler.commit(oldest, launched.wait()))
-                self._num_executed += 1
-        if not self._has_news:
-            return None
+                self._retire()
+        self._utility_results += self._utilities.settle()
+        return self._seal(now_s) if self._has_news else None
+
+    def _retire(self) -> None:
+        oldest, launched = self._in_flight.popleft()
+        self._rows.extend(self._scheduler.commit(oldest, launched.wait()))
+        self._num_executed += 1
+
+    def _seal(self, now_s: float) -> EngineCoreOutputs:
+        """All there is to send, as one message."""
         rows, self._rows = self._rows, []
         results, self._utility_results = self._utility_results, []
         self._num_sent += 1
@@ -132,11 +142,12 @@ class EngineCore:
             stats=self._scheduler.stats(),
             utility_results=results,
             kv_events=self._kv_log.take() if self._kv_log else [],
+            weight_version=self._utilities.state.weight_version,
         )
 
     @property
     def _has_news(self) -> bool:
-        return bool(self._rows or self._utility_results or self._kv_log)
+        return bool(self._rows or self._utility_results or self._kv_log or self._sealed)
 
     @property
     def stats(self) -> SchedulerStats:
@@ -217,29 +228,15 @@ class EngineCore:
 
     # ------------------------------------------------------------------------------------ utilities
 
-    def _call(self, call: UtilityCall) -> UtilityResult:
-        method = self._utilities.get(call.method)
-        if method is None:
-            return UtilityResult(call.call_id, error=f"the engine has no method {call.method[:100]!r}")
-        try:
-            return UtilityResult(call.call_id, value=method(*call.args))
-        except Exception as error:  # the caller's arguments, or a failing method: the engine goes on
-            return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
-
-    def _ping(self) -> int:
-        """Answer through the loop; the value is the number of messages sent so far."""
-        return self._num_sent
-
-    def _check_scheduler(self) -> dict[str, PlainValue]:
-        """Assert the scheduler's invariants and tell its block counts."""
-        self._scheduler.check()
-        stats = self._scheduler.stats()
-        return {
-            "num_running": stats.num_running,
-            "num_waiting": stats.num_waiting,
-            "num_free_blocks": stats.num_free_blocks,
-            "num_blocks": stats.num_blocks,
-        }
+    def _call(self, call: UtilityCall, now_s: float) -> None:
+        if call.method in BETWEEN_STEPS:
+            while self._in_flight:
+                self._retire()
+        if call.method == "update_weights" and self._rows:
+            # Computed by the old weights, and their message must say so.
+            self._sealed.append(self._seal(now_s))
+        self._utility_results += self._utilities.call(call)
+        self._rows += self._utilities.take_rows()
 
 
 def _default_run_ahead(info: ModelConfig) -> int:

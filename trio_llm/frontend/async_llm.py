@@ -24,6 +24,8 @@ from trio_llm.errors import (
     NotSupportedError,
 )
 from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.control import ControlCalls, EngineControl
+from trio_llm.frontend.control_state import NOBODY
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.engine_life import EngineLife
@@ -45,7 +47,7 @@ from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import ModelConfig, Progress, Ready
+from trio_llm.wire.messages import ModelConfig, Progress, Ready, UtilityResult
 
 __all__ = ["AsyncLLM"]
 
@@ -54,7 +56,7 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL_S: Final = 10.0
 
 
-class AsyncLLM(EngineClient):
+class AsyncLLM(ControlCalls, EngineClient):
     """One engine in this process' care. Made by `open_llm()` only."""
 
     def __init__(
@@ -77,6 +79,7 @@ class AsyncLLM(EngineClient):
         self._utilities = UtilityCalls(core)
         self._live = LiveRequests(core, self._recorder, self._ledger, self._on_request_gone)
         self._entrance = Entrance(self, self._live)
+        self._control = EngineControl(self._utilities, self._check_ready)
         self._kv_events = KVEventHub()
         self._handler = OutputHandler(
             core,
@@ -87,14 +90,19 @@ class AsyncLLM(EngineClient):
                 on_step=self._on_step,
                 on_progress=self._on_progress,
                 on_ready=self._on_ready,
-                on_utility_result=self._utilities.resolve,
+                on_utility_result=self._on_utility_result,
                 on_lost=self._on_lost,
                 on_kv_events=self._kv_events.put,
                 on_dead=self._on_dead,
             ),
             ack_steps=max(1, config.credit_steps // 8),
         )
-        self._life = EngineLife(config, kill=core.kill, num_expected=self._num_expected)
+        self._life = EngineLife(
+            config,
+            kill=core.kill,
+            num_expected=self._num_expected,
+            is_under_control=lambda: self._control.is_under_way,
+        )
         self._has_ready_message = trio.Event()
         self._ready_message: Ready | None = None
         self._settled = trio.Event()
@@ -181,13 +189,18 @@ class AsyncLLM(EngineClient):
         if self._is_draining and self._life.dead_error is None:
             raise EngineUnavailableError("the server is shutting down and takes no new requests")
         self._check_ready()
+        self._control.check_awake()
         self._ledger.check()
 
     # ----------------------------------------------------------------------------------------- state
 
     @property
     def status(self) -> EngineStatus:
-        return self._life.status(is_draining=self._is_draining)
+        status = self._life.status(is_draining=self._is_draining)
+        if status.state == "ready" and self._control.state.is_asleep:
+            reason = f"it sleeps (level {self._control.state.sleep_level}); wake it up"
+            return EngineStatus(state="asleep", elapsed_s=status.elapsed_s, reason=reason)
+        return status
 
     @property
     def is_running(self) -> bool:
@@ -216,6 +229,8 @@ class AsyncLLM(EngineClient):
 
     async def check_health(self) -> None:
         self._check_ready()
+        if self._life.lost is not None:
+            raise self._life.not_ready()
         await self._utilities.call("ping")
 
     async def check_scheduler(self) -> dict[str, int]:
@@ -263,6 +278,7 @@ class AsyncLLM(EngineClient):
         self._nursery = nursery
         nursery.start_soon(self._core.run)
         nursery.start_soon(self._handler.run)
+        nursery.start_soon(self._control.run)
         nursery.start_soon(self._log_statistics)
         nursery.start_soon(self._life.watch)
         await self._start_up()
@@ -320,6 +336,9 @@ class AsyncLLM(EngineClient):
         self._input_processor = InputProcessor(ready.model)
         logger.warning("the engine is ready again and goes on with %d requests", len(self._live))
         self._recorder.engine_restarted()
+        # What control calls have made of the engine comes before any request.
+        for call in self._control.replay():
+            self._core.send_nowait(call)
         self._utilities.resume()
         self._live.resume()
 
@@ -328,8 +347,15 @@ class AsyncLLM(EngineClient):
         self._kv_events.clear()
         self._utilities.lose_engine()
 
+    def _on_utility_result(self, result: UtilityResult) -> None:
+        if result.call_id != NOBODY:
+            self._utilities.resolve(result)
+        elif result.error is not None:
+            # Requests must not go on with, say, other weights than they began with.
+            self._core.kill(f"a fresh engine could not be brought to where the dead one was: {result.error}")
+
     def _num_expected(self) -> int:
-        return self._live.num_expected
+        return 0 if self._control.state.is_held else self._live.num_expected
 
     def _close(self) -> None:
         """The block of `open_llm` is left: nobody waits for an answer any more. Synchronous."""

@@ -168,6 +168,7 @@ def _join(pieces: list[RequestOutput]) -> RequestOutput:
         outputs=[_join_choices(by_index[index]) for index in sorted(by_index)],
         finished=last.finished,
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
+        weight_version=last.weight_version,
     )
 
 

@@ -6,7 +6,7 @@ Routes talk to nothing else. `AsyncLLM` implements it over local engine processe
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trio_llm.frontend.statistics.totals import EngineStatistics
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import SamplingParams
-    from trio_llm.wire.messages import ModelConfig
+    from trio_llm.wire.messages import ModelConfig, PlainValue
 
 __all__ = ["EngineClient", "RequestStream"]
 
@@ -255,22 +255,52 @@ class EngineClient(LibraryCalls):
     def do_log_stats(self) -> None:
         """Write one line of statistics to the log now."""
 
-    # ------------------------------------------------------------- control; each raises NotSupportedError
+    # ------------------------------------------------------------- control; where there is none: NotSupportedError
+    #
+    # Calls that change something are made one after the other, in the order in which they came, between two steps of
+    # the engine. Each is idempotent. Cancelled before its turn, a call is not made; after that, it is carried out all
+    # the same. Each raises EngineUnavailableError while the model loads, and EngineDeadError when the engine is gone.
 
     async def sleep(self, level: int = 1) -> None:
-        """Give memory back until `wake_up`."""
+        """Give the memory of the KV cache back, and that of the weights on the device, until `wake_up`.
+
+        Level 1 keeps the weights in host memory, level 2 drops them. Running requests wait, and are computed again from
+        their first token on; new ones are refused with EngineUnavailableError.
+
+        Raises:
+            InvalidRequestError: there is no such level.
+        """
         self._refuse("sleep")
 
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Undo `sleep`."""
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Undo `sleep`: for `weights`, for `kv_cache`, or for both. Requests go on when both are awake.
+
+        Weights that were dropped are read again from where they came from.
+
+        Raises:
+            InvalidRequestError: there is no such tag.
+            EngineGenerateError: not enough memory, or the weights cannot be read: that part still sleeps.
+        """
         self._refuse("wake_up")
 
     async def is_sleeping(self) -> bool:
-        """Whether `sleep` is in force."""
+        """Whether any part is asleep."""
         self._refuse("is_sleeping")
 
-    async def pause_generation(self, *, mode: str = "abort") -> None:
-        """Stop generating until `resume_generation`."""
+    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        """Stop generating until `resume_generation`. New requests are taken, and wait.
+
+        Args:
+            mode: `abort`: unfinished requests end, with that finish reason. `wait`: those that have begun go on, and
+                this returns when they are over. `keep`: they stop where they are, and go on from there.
+            clear_cache: no later request finds what was computed before.
+
+        Cancellation: as above; once begun, the pause stays in force.
+
+        Raises:
+            InvalidRequestError: there is no such mode.
+            EngineGenerateError: `wait`, and another call has undone the pause before those were over.
+        """
         self._refuse("pause_generation")
 
     async def resume_generation(self) -> None:
@@ -280,6 +310,52 @@ class EngineClient(LibraryCalls):
     async def is_paused(self) -> bool:
         """Whether `pause_generation` is in force."""
         self._refuse("is_paused")
+
+    async def reset_prefix_cache(self) -> None:
+        """Let no later request find what was computed before."""
+        self._refuse("reset_prefix_cache")
+
+    async def collective_rpc(
+        self, method: str, args: Sequence[PlainValue] = (), *, timeout_s: float | None = None
+    ) -> list[Any]:
+        """Ask every worker, by the name of a method in its table. Returns one answer a worker.
+
+        The names: `ping`, `memory_info` (bytes), `model_info`, `check_scheduler`.
+
+        Cancellation: the answer is dropped.
+
+        Raises:
+            EngineGenerateError: there is no such method, which the text says with those there are, or it failed.
+            RequestTimeoutError: no answer came in time.
+        """
+        self._refuse("collective_rpc")
+
+    async def start_profile(self) -> None:
+        """Start the engine's profiler, unless it runs.
+
+        Raises:
+            NotSupportedError: there is no `profile_dir`, or nothing to profile.
+        """
+        self._refuse("start_profile")
+
+    async def stop_profile(self) -> str | None:
+        """Stop the engine's profiler. Returns the path of the trace, None if it did not run. Raises as `start_profile`,
+        and EngineGenerateError if the trace cannot be written."""
+        self._refuse("stop_profile")
+
+    async def update_weights(self, path: str, *, version: str) -> None:
+        """Take the weights of a directory in Hugging Face form, of the same architecture, for all tokens from now on.
+
+        Running requests go on, their first tokens computed again; what was cached is forgotten. All is checked before
+        anything is changed.
+
+        Args:
+            version: what `RequestOutput.weight_version` says from now on; up to 256 characters.
+
+        Raises:
+            InvalidRequestError: the directory has no such weights, or those that are there sleep. Nothing has changed.
+        """
+        self._refuse("update_weights")
 
     async def add_lora(self, name: str, path: str) -> None:
         """Load an adapter."""
@@ -296,28 +372,6 @@ class EngineClient(LibraryCalls):
     async def pin_lora(self, name: str) -> None:
         """Keep an adapter loaded."""
         self._refuse("pin_lora")
-
-    async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes."""
-        self._refuse("reset_prefix_cache")
-
-    async def collective_rpc(
-        self, method: str, args: Mapping[str, Any] | None = None, *, timeout_s: float = 60
-    ) -> list[Any]:
-        """Call a method of every worker."""
-        self._refuse("collective_rpc")
-
-    async def start_profile(self) -> None:
-        """Start the engine's profiler."""
-        self._refuse("start_profile")
-
-    async def stop_profile(self) -> None:
-        """Stop the engine's profiler."""
-        self._refuse("stop_profile")
-
-    async def update_weights(self, path: str) -> None:
-        """Load other weights of the same shape."""
-        self._refuse("update_weights")
 
     def _refuse(self, method: str) -> NoReturn:
         raise NotSupportedError(f"{type(self).__name__} does not support {method}()")

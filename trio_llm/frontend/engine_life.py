@@ -28,13 +28,22 @@ class EngineLife:
     Args:
         kill: ends an incarnation that is stuck, with the reason.
         num_expected: requests that the engine owes an answer and may work for.
+        is_under_control: a control call is under way: the engine may be silent for as long as a start takes.
     """
 
-    def __init__(self, config: EngineConfig, *, kill: Callable[[str], None], num_expected: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        kill: Callable[[str], None],
+        num_expected: Callable[[], int],
+        is_under_control: Callable[[], bool],
+    ) -> None:
         self._startup_timeout_s = config.startup_timeout_s
         self._stall_timeout_s = config.stall_timeout_s
         self._kill = kill
         self._num_expected = num_expected
+        self._is_under_control = is_under_control
         self._started_s = self._last_life_s = self._last_step_s = trio.current_time()
         self._is_killed = False
         """This incarnation: once is enough."""
@@ -100,7 +109,7 @@ class EngineLife:
                 elapsed_s=elapsed_s,
                 reason=None if self.lost is None else self.lost.reason,
             )
-        if problem := self._find_stall(self._stall_timeout_s / 2):
+        if not self._is_under_control() and (problem := self._find_stall(self._stall_timeout_s / 2)):
             return EngineStatus(state="stalled", elapsed_s=elapsed_s, reason=problem)
         return EngineStatus(state="ready", elapsed_s=elapsed_s)
 
@@ -126,14 +135,15 @@ class EngineLife:
         while self.dead_error is None:
             now_s = trio.current_time()
             is_starting = not self.is_ready or self.lost is not None
-            limit_s = self._startup_timeout_s if is_starting else self._stall_timeout_s
-            if not is_starting and not self._num_expected():
+            is_patient = is_starting or self._is_under_control()
+            limit_s = self._startup_timeout_s if is_patient else self._stall_timeout_s
+            if is_patient or not self._num_expected():
                 self._last_step_s = now_s
-            problem = self._find_silence(limit_s) if is_starting else self._find_stall(limit_s)
+            problem = self._find_silence(limit_s) if is_patient else self._find_stall(limit_s)
             if problem and not self._is_killed:
                 self._is_killed = True
                 self._kill(problem)
-            left_s = min(self._last_life_s, self._last_life_s if is_starting else self._last_step_s) + limit_s - now_s
+            left_s = min(self._last_life_s, self._last_step_s) + limit_s - now_s
             look_s = min(_LONGEST_LOOK_S, limit_s / 4)
             with trio.move_on_after(min(left_s, look_s) if left_s > 0 else look_s):
                 await self._is_dead.wait()
@@ -141,6 +151,8 @@ class EngineLife:
     def _find_silence(self, limit_s: float) -> str | None:
         if trio.current_time() - self._last_life_s < limit_s:
             return None
+        if self.is_ready and self.lost is None:
+            return f"the engine gave no sign of life for {limit_s:g} s in a control call"
         return f"the engine gave no sign of life for {limit_s:g} s in phase {self.progress.phase!r}"
 
     def _find_stall(self, limit_s: float) -> str | None:

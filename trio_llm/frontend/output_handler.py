@@ -147,6 +147,8 @@ class OutputHandler:
         if message.outputs:
             self._hooks.on_step()
         processor = self._requests.processor
+        if processor is not None:
+            processor.weight_version = message.weight_version
         aborted: list[RequestState] = []
         for row in message.outputs:
             assert processor is not None, "no request was sent before the model was ready"

@@ -56,6 +56,8 @@ class OutputProcessor:
     def __init__(self, table: TokenTable) -> None:
         self._table = table
         self._states: dict[str, RequestState] = {}
+        self.weight_version = "default"
+        """Of the rows to come; set by whoever brings them."""
 
     def __len__(self) -> int:
         return len(self._states)
@@ -76,6 +78,7 @@ class OutputProcessor:
             index,
             family,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
+            weight_version=self.weight_version,
         )
         self._states[request.request_id] = state
         return state
@@ -169,6 +172,7 @@ class OutputProcessor:
         state = self._states.get(row.request_id)
         if state is None:
             return None  # harmless: an abort and the end may cross
+        state.weight_version = self.weight_version
         is_gone = row.finish_reason is not None and not row.goes_on
         if row.start > state.num_tokens and not state.is_tombstone:
             raise OutputGap(
@@ -293,7 +297,7 @@ class OutputProcessor:
 
 def _take_vector(state: RequestState, row: EngineCoreOutput) -> ProcessedRow:
     """A pooling request is over."""
-    output = pooled_output(state.external_id, state.num_prompt_tokens, row)
+    output = pooled_output(state.external_id, state.num_prompt_tokens, row, state.weight_version)
     return ProcessedRow(state, output=output, finish_reason=row.finish_reason, is_gone=True, is_pooled=True)
 
 
@@ -322,7 +326,15 @@ def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput |
     elif not news.token_ids and not news.text and not is_last:
         return None
     num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
-    output = RequestOutput(state.external_id, state.num_prompt_tokens, num_cached_tokens, [news], is_last)
+    output = RequestOutput(
+        state.external_id,
+        state.num_prompt_tokens,
+        num_cached_tokens,
+        [news],
+        is_last,
+        None,
+        state.weight_version,
+    )
     if state.prompt_logprobs is not None:
         _add_prompt_logprobs(state, output)
     elif state.family is not None and state.kind is RequestOutputKind.CUMULATIVE:

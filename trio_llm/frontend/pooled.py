@@ -32,7 +32,7 @@ class PooledOutput(RequestOutput, gc=False):
     """As `PoolingOutput.data`."""
 
 
-def pooled_output(external_id: str, num_prompt_tokens: int, row: EngineCoreOutput) -> PooledOutput:
+def pooled_output(external_id: str, num_prompt_tokens: int, row: EngineCoreOutput, weight_version: str) -> PooledOutput:
     """What a reader gets for the engine's row.
 
     Raises:
@@ -41,7 +41,9 @@ def pooled_output(external_id: str, num_prompt_tokens: int, row: EngineCoreOutpu
     if not row.pooled or len(row.pooled) % _NUMBER_BYTES:
         raise EngineGenerateError("the engine ended the request without a vector")
     end = CompletionOutput(0, "", [], None, row.finish_reason)
-    return PooledOutput(external_id, num_prompt_tokens, row.num_cached_tokens, [end], True, None, row.pooled)
+    return PooledOutput(
+        external_id, num_prompt_tokens, row.num_cached_tokens, [end], True, None, weight_version, row.pooled
+    )
 
 
 def result_of(output: RequestOutput, *, is_draining: bool) -> PoolingOutput:
@@ -52,7 +54,13 @@ def result_of(output: RequestOutput, *, is_draining: bool) -> PoolingOutput:
         EngineGenerateError: it was aborted otherwise.
     """
     if isinstance(output, PooledOutput):
-        return PoolingOutput(output.request_id, output.num_prompt_tokens, output.num_cached_tokens, output.data)
+        return PoolingOutput(
+            output.request_id,
+            output.num_prompt_tokens,
+            output.num_cached_tokens,
+            output.data,
+            output.weight_version,
+        )
     if is_draining:
         raise EngineUnavailableError("the server is shutting down and has ended the request without its vector")
     raise EngineGenerateError("the request was aborted before its vector was computed")

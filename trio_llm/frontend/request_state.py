@@ -58,3 +58,5 @@ class RequestState:
     """All so far; `text` and `logprobs` not for DELTA, which keeps nothing it has given away."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """All so far, one a token of the prompt. None: not asked for, or given away."""
+    weight_version: str = "default"
+    """Of the engine when it was heard of last."""

@@ -10,7 +10,7 @@ from typing import Literal
 
 __all__ = ["EngineState", "EngineStatus"]
 
-EngineState = Literal["loading", "ready", "recovering", "stalled", "draining", "dead"]
+EngineState = Literal["loading", "ready", "recovering", "stalled", "asleep", "draining", "dead"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,4 +24,4 @@ class EngineStatus:
     elapsed_s: float = 0.0
     """Since the engine was started, or started again."""
     reason: str | None = None
-    """Why it is dead, stalled or recovering: the root cause as text."""
+    """Why it is dead, stalled, recovering or asleep: the root cause as text."""

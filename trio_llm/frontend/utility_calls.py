@@ -7,13 +7,23 @@ from itertools import count
 
 import trio
 
-from trio_llm.errors import EngineDeadError, EngineGenerateError
+from trio_llm.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, NotSupportedError
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
 
 __all__ = ["UtilityCalls"]
 
 _Answer = UtilityResult | EngineDeadError
+
+
+def _error_of(answer: UtilityResult, text: str) -> Exception:
+    match answer.error_kind:
+        case "invalid":
+            return InvalidRequestError(text)
+        case "unsupported":
+            return NotSupportedError(text)
+        case _:
+            return EngineGenerateError(text)
 
 
 class UtilityCalls:
@@ -37,6 +47,8 @@ class UtilityCalls:
 
         Raises:
             EngineGenerateError: the method failed, or there is none of that name.
+            InvalidRequestError: the arguments are at fault; the engine has changed nothing.
+            NotSupportedError: this engine cannot do that.
             EngineDeadError: the engine is gone, or went while this waited.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
@@ -55,7 +67,7 @@ class UtilityCalls:
         if isinstance(answer, EngineDeadError):
             raise type(answer)(*answer.args)
         if answer.error is not None:
-            raise EngineGenerateError(f"{method}: {answer.error}")
+            raise _error_of(answer, f"{method}: {answer.error}")
         return answer.value
 
     def resolve(self, result: UtilityResult) -> None:

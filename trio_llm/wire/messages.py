@@ -9,7 +9,7 @@ generated for its request, so that repeats and gaps are told apart.
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -182,6 +182,8 @@ class UtilityResult(_Message, frozen=True, gc=False):
     call_id: int
     value: PlainValue | list[PlainValue] | dict[str, PlainValue] = None
     error: str | None = None
+    error_kind: Literal["failed", "invalid", "unsupported"] = "failed"
+    """Of the error: `invalid`: the caller's fault, and nothing was changed."""
 
 
 class BlockStored(_Message, frozen=True, gc=False, tag="stored"):
@@ -224,6 +226,8 @@ class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     utility_results: list[UtilityResult] = msgspec.field(default_factory=list)
     kv_events: list[KVEvent] = msgspec.field(default_factory=list)
     """Since the message before, if the configuration asks for them."""
+    weight_version: str = "default"
+    """Of the weights that computed all tokens in here."""
 
 
 class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):

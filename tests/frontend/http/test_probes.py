@@ -71,6 +71,28 @@ async def test_an_engine_that_fails_the_round_trip_is_unhealthy(error: Exception
     assert (reply.status, reply.json["status"], reply.json["reason"]) == (503, status, str(error))
 
 
+@pytest.mark.parametrize(
+    ("state", "ready", "live", "started"),
+    [
+        ("loading", 503, 200, 503),
+        ("ready", 200, 200, 200),
+        ("recovering", 503, 200, 200),
+        ("stalled", 503, 200, 200),
+        ("asleep", 503, 200, 200),
+        ("draining", 503, 200, 200),
+        ("dead", 503, 503, 503),
+    ],
+)
+async def test_each_probe_asks_its_own_question(state: EngineState, ready: int, live: int, started: int) -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state=state, reason="because")
+
+    replies = [await get(client, path) for path in ("/health", "/readyz", "/livez", "/startupz")]
+
+    assert [reply.status for reply in replies] == [ready, ready, live, started]
+    assert all(reply.json["reason"] == "because" for reply in replies if reply.status == 503)
+
+
 async def test_an_engine_that_does_not_answer_is_stalled(autojump_clock: trio.testing.MockClock) -> None:
     client = FakeClient()
     client.health = trio.Event()
@@ -208,6 +230,9 @@ async def test_the_openapi_document_describes_every_path_and_resolves() -> None:
         "/v1/models",
         "/v1/models/{name}",
         "/health",
+        "/readyz",
+        "/livez",
+        "/startupz",
         "/version",
         "/metrics",
     }

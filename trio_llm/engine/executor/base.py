@@ -8,12 +8,15 @@ from __future__ import annotations
 import abc
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
+from trio_llm.engine.control_machine import WeightsPlace
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.wire.messages import LogprobRow, ModelConfig
 
 __all__ = [
+    "DeviceLostError",
     "Executor",
     "LaunchedStep",
     "PooledVector",
@@ -117,6 +120,10 @@ class LaunchedStep(Protocol):
         ...
 
 
+class DeviceLostError(Exception):
+    """What is on the device is not known any more: the engine must end, even if only a control call had failed."""
+
+
 class Executor(abc.ABC):
     """Runs steps of a loaded model. Called from one thread."""
 
@@ -140,3 +147,45 @@ class Executor(abc.ABC):
     def execute(self, plan: StepPlan) -> StepResult:
         """Launch, and wait. Raises as they do."""
         return self.launch(plan).wait()
+
+    # ------------------------------------------------------------- control: no step is in flight meanwhile
+
+    @abc.abstractmethod
+    def move(self, weights: WeightsPlace, *, has_cache: bool) -> None:
+        """Put the weights there, and free or allocate the KV cache. What is so already stays as it is.
+
+        A KV cache that comes back is empty. Weights that were dropped are read again from where they came from last:
+        the model's directory, or that of the last `update_weights`. Steps run only with the weights on the device and
+        a cache.
+
+        Raises:
+            Exception: there is not enough memory, or the files are gone; of what was asked for, the weights may have
+                moved and the cache not, and nothing else has changed.
+            DeviceLostError: as it says.
+        """
+
+    @abc.abstractmethod
+    def update_weights(self, folder: Path) -> None:
+        """Take the weights of a directory in Hugging Face form, of the same architecture, in place of those on the
+        device. What is in the KV cache belongs to the old ones from then on.
+
+        Raises:
+            EngineStartupError: the directory has no such weights; nothing has changed.
+            DeviceLostError: as it says.
+        """
+
+    @abc.abstractmethod
+    def memory_info(self) -> dict[str, int]:
+        """Bytes that the weights and the KV cache take, and that are free on the device."""
+
+    @abc.abstractmethod
+    def start_profile(self, folder: Path) -> None:
+        """Record what the device and the host do from now on, for a file in `folder`. Of no effect while it records.
+
+        Raises:
+            NotSupportedError: this executor has nothing to record.
+        """
+
+    @abc.abstractmethod
+    def stop_profile(self) -> str | None:
+        """Write what was recorded and return the file's path; None if nothing was. Raises as `start_profile`."""

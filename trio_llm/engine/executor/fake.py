@@ -8,13 +8,16 @@ from __future__ import annotations
 import math
 import platform
 import time
+import zlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from weakref import WeakKeyDictionary
 
 import msgspec
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
+from trio_llm.engine.control_machine import WeightsPlace
 from trio_llm.engine.executor.base import (
     Executor,
     LaunchedStep,
@@ -29,6 +32,7 @@ from trio_llm.engine.executor.base import (
 from trio_llm.engine.executor.fake_vectors import fake_vector
 from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.errors import NotSupportedError
 from trio_llm.pooling import PoolingParams
 from trio_llm.version import __version__
 from trio_llm.wire.messages import LogprobRow, ModelConfig
@@ -111,6 +115,10 @@ class FakeExecutor(Executor):
         self._choices = [i for i in range(fake.logits_width) if i not in fake.eos_token_ids]
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
+        self._weights = WeightsPlace.DEVICE
+        self._has_cache = True
+        self._first_digest = 0
+        """Stands for the weights: what all tokens and all that is in the cache depends on."""
         self._num_steps = 0
         self._info = ModelConfig(
             model_dir=model_dir,
@@ -136,6 +144,8 @@ class FakeExecutor(Executor):
             RuntimeError: a prompt starts with `killer_prompt`.
             AssertionError: the plan is wrong: a bug of the scheduler.
         """
+        assert self._weights is WeightsPlace.DEVICE, "a step, and the weights are asleep"
+        assert self._has_cache, "a step, and the KV cache is asleep"
         self._num_steps += 1
         if any(chunk.sequence.token_ids[0] == self._fake.killer_prompt for chunk in plan.chunks):
             raise RuntimeError(f"the fake device is lost by a prompt that starts with token {self._fake.killer_prompt}")
@@ -161,6 +171,32 @@ class FakeExecutor(Executor):
         if number == self._fake.fail_at_step:
             raise RuntimeError(f"the fake device is lost at step {number}, as fail_at_step says")
 
+    # --------------------------------------------------------------------------------------- control
+
+    def move(self, weights: WeightsPlace, *, has_cache: bool) -> None:
+        self._weights = weights
+        if not has_cache:
+            # Whoever would go on with what was in there is found out by `_check_context`.
+            self._blocks = [_Block() for _ in self._blocks]
+        self._has_cache = has_cache
+
+    def update_weights(self, folder: Path) -> None:
+        """The folder's name stands for what is in it: other names, other tokens."""
+        assert self._weights is WeightsPlace.DEVICE, "weights that are asleep are updated"
+        self._first_digest = zlib.crc32(folder.name.encode())
+        self._memories.clear()
+
+    def memory_info(self) -> dict[str, int]:
+        """There is no memory: a token in the cache counts as a byte."""
+        kv_cache_bytes = len(self._blocks) * self._info.block_size if self._has_cache else 0
+        return {"weights_device_bytes": 0, "weights_host_bytes": 0, "kv_cache_bytes": kv_cache_bytes, "free_bytes": 0}
+
+    def start_profile(self, folder: Path) -> None:
+        raise NotSupportedError("the fake device has nothing to profile")
+
+    def stop_profile(self) -> str | None:
+        raise NotSupportedError("the fake device has nothing to profile")
+
     # ------------------------------------------------------------------------------------- the cache
 
     def _compute(self, chunk: ScheduledChunk, written: dict[int, Sequence]) -> None:
@@ -178,7 +214,7 @@ class FakeExecutor(Executor):
         del memory.digests[chunk.start :]
         while len(memory.digests) < end:
             position = len(memory.digests)
-            digest = memory.digests[-1] if memory.digests else 0
+            digest = memory.digests[-1] if memory.digests else self._first_digest
             memory.digests.append(_mix(digest, self._token_at(sequence, position, memory)))
         self._check_context(sequence, chunk.start, memory)
         for position in range(chunk.start, end):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import platform
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 import torch
@@ -15,6 +16,7 @@ import transformers
 from torch import Tensor
 
 from trio_llm.config import Device, EngineConfig
+from trio_llm.engine.control_machine import WeightsPlace
 from trio_llm.engine.executor.base import (
     Executor,
     LaunchedStep,
@@ -36,6 +38,8 @@ from trio_llm.engine.worker.batch import Batch, build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
 from trio_llm.engine.worker.machine import usable_cpus
 from trio_llm.engine.worker.pooler import Pooler
+from trio_llm.engine.worker.profiling import Profiler
+from trio_llm.engine.worker.weights import WeightStore
 from trio_llm.errors import EngineStartupError
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
@@ -78,6 +82,8 @@ class TorchExecutor(Executor):
         self._sampled_rows: dict[Sequence, int] = {}
         """Where each sequence's token stands among them."""
         self._sampler = Sampler(model.eos_token_ids, width=model.logits_width, device=model.device)
+        self._weights = WeightStore(model, Path(model_dir))
+        self._profiler = Profiler(on_cuda=model.device.type == "cuda")
         self._info = ModelConfig(
             model_dir=model_dir,
             max_model_len=cache.max_model_len,
@@ -171,6 +177,31 @@ class TorchExecutor(Executor):
                 scored.append(scores)
             first += chunk.count
         return tuple(scored)
+
+    # -------------------------------------------------------------------------------------- control
+
+    def move(self, weights: WeightsPlace, *, has_cache: bool) -> None:
+        self._weights.move(weights)
+        if has_cache and not self._kv.numel():
+            self._kv = allocate_kv_cache(self._num_blocks, self._model.kv_shape, self._model.device)
+        elif not has_cache:
+            self._kv = self._kv.new_empty(0)
+            self._model.let_go()
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def update_weights(self, folder: Path) -> None:
+        self._weights.update(folder)
+
+    def memory_info(self) -> dict[str, int]:
+        free_bytes = free_memory_bytes(self._model.device)
+        return {**self._weights.sizes_bytes(), "kv_cache_bytes": self._kv.nbytes, "free_bytes": free_bytes}
+
+    def start_profile(self, folder: Path) -> None:
+        self._profiler.start(folder)
+
+    def stop_profile(self) -> str | None:
+        return self._profiler.stop()
 
     def warm_up(self) -> None:
         """Run a short prompt and a decode step, so that no request pays for what torch does once.

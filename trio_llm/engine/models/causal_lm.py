@@ -86,6 +86,11 @@ class CausalLM:
         self.kv_shape, self.logits_width = self._probe(model_dir)
 
     @property
+    def module(self) -> nn.Module:
+        """The module that holds the weights."""
+        return self._model
+
+    @property
     def max_position_embeddings(self) -> int | None:
         """Tokens that the model was trained for, if its configuration says so."""
         return getattr(self.config, "max_position_embeddings", None)
@@ -109,6 +114,10 @@ class CausalLM:
             for name, (low, high) in bounds.items()
             if isinstance(value := found.get(name), int | float) and low <= value <= high
         }
+
+    def let_go(self) -> None:
+        """Hold on to no cache between steps: the one of the last step may be freed."""
+        self._step.end()
 
     @torch.inference_mode()
     def forward(

@@ -64,6 +64,10 @@ class PagedStep:
         if batch.fresh_blocks.numel():
             clear_blocks(kv, batch.fresh_blocks)
 
+    def end(self) -> None:
+        """Let go of both: the cache may be freed."""
+        self.kv = self.batch = None
+
 
 def register() -> None:
     """Make `attn_implementation=ATTENTION_NAME` known to transformers. Doing it again changes nothing."""

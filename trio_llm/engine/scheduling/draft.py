@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from trio_llm.engine.executor.base import ScheduledChunk, StepPlan
-from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 
 __all__ = ["Draft", "StepInFlight"]
 
@@ -40,3 +41,16 @@ class StepInFlight:
     plan: StepPlan
     left_behind: list[list[int]] = field(default_factory=list)
     """Blocks of sequences that are over: this step may write into them still."""
+
+    def check(self, limits: SchedulerLimits) -> None:
+        """Assert that the plan is within the limits and that its sequences know of it."""
+        plan = self.plan
+        assert 0 < plan.num_tokens <= limits.max_num_batched_tokens
+        assert len({chunk.sequence.request_id for chunk in plan.chunks}) == len(plan.chunks) <= limits.max_num_seqs
+        for chunk in plan.chunks:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            assert chunk.count > 0
+            assert sequence.num_in_flight > 0
+            if sequence.state is not SequenceState.FINISHED:
+                assert sequence.state is SequenceState.RUNNING
+                assert end <= sequence.num_computed_tokens <= len(sequence.block_ids) * limits.block_size

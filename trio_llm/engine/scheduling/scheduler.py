@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from itertools import chain
 
 from trio_llm.engine.executor.base import PooledVector, SampledToken, StepPlan, StepResult
 from trio_llm.engine.scheduling.draft import Draft, StepInFlight
+from trio_llm.engine.scheduling.invariants import check_scheduler
 from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.pooling import pooled_row
@@ -51,6 +51,8 @@ class Scheduler:
         self._running = SequenceQueue()
         self._in_flight: deque[StepInFlight] = deque()
         """Scheduled and not committed, the oldest first."""
+        self.admits_new = True
+        """False: only sequences that are under way get their turn, to their end; new ones wait."""
         self._num_arrivals = 0
         self._num_preempted = 0
         self._num_prompt_tokens = 0
@@ -64,8 +66,8 @@ class Scheduler:
 
     @property
     def has_unfinished(self) -> bool:
-        """There is something to compute. Idle sessions have nothing."""
-        return bool(self._running or self._waiting)
+        """There is something to compute. Idle sessions have nothing, nor have those that must wait."""
+        return bool(self._running) or self._next_waiting() is not None
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -79,6 +81,7 @@ class Scheduler:
         assert sequence.state is SequenceState.WAITING
         self._num_arrivals += 1
         sequence.arrival = self._num_arrivals
+        sequence.is_under_way = sequence.num_output_tokens > 0
         self._sequences[sequence.request_id] = sequence
         self._waiting.add(sequence)
 
@@ -118,6 +121,10 @@ class Scheduler:
             return EngineCoreOutput(request_id=request_id, start=0, new_token_ids=[], finish_reason="abort")
         self._finish(sequence, "abort")
         return final_row(sequence)
+
+    def abort_all(self) -> list[EngineCoreOutput]:
+        """`abort` every request, sessions between inputs included."""
+        return [self.abort(request_id) for request_id in list(self._sequences)]
 
     def take_expired(self, now_s: float) -> list[EngineCoreOutput]:
         """Drop the sequences whose deadline passed before anything was computed for them.
@@ -220,8 +227,9 @@ class Scheduler:
         blocks, and one that was preempted does not come back just to be preempted again. As a prefill that is under way
         takes the budget first, nobody is admitted before the prompt that it shares with another is planned whole.
         """
-        while self._waiting and draft.budget_left > 0 and len(self._running) < self._limits.max_num_seqs:
-            sequence = self._waiting.first
+        while draft.budget_left > 0 and len(self._running) < self._limits.max_num_seqs:
+            if (sequence := self._next_waiting()) is None:
+                return
             was_computed = sequence.num_computed_tokens
             # One that is alone needs no spare blocks: all are its own.
             num_spare = self._limits.num_spare_blocks if self._running else 0
@@ -232,8 +240,13 @@ class Scheduler:
             self._num_cached_tokens += sequence.num_computed_tokens - was_computed
             self._waiting.remove(sequence)
             sequence.move_to(SequenceState.RUNNING)
+            sequence.is_under_way = True
             self._running.add(sequence)
             self._add(sequence, draft)
+
+    def _next_waiting(self) -> Sequence | None:
+        """Whom to admit next."""
+        return next((one for one in self._waiting if self.admits_new or one.is_under_way), None)
 
     def _make_room(self, sequence: Sequence) -> bool:
         """Blocks for all tokens of a running sequence, at the cost of later ones.
@@ -261,6 +274,15 @@ class Scheduler:
         sequence.move_to(SequenceState.WAITING)
         self._waiting.add(sequence)
         self._num_preempted += 1
+
+    def preempt_all(self) -> None:
+        """Take all blocks from all and forget what they hold: everything will be computed again. Nothing may be in
+        flight."""
+        assert not self._in_flight, "a step in flight still writes into blocks"
+        while self._running:
+            self._preempt(self._running.last)
+        self._num_preempted += self._blocks.kept.take_all()
+        self._blocks.forget_all()
 
     # --------------------------------------------------------------------------------------- commit
 
@@ -326,6 +348,7 @@ class Scheduler:
         """An answer of a session is over: it keeps its blocks until the next input comes or others need them."""
         self._running.remove(sequence)
         sequence.move_to(SequenceState.IDLE)
+        sequence.is_under_way = False
         self._blocks.kept.add(sequence)
 
     # ---------------------------------------------------------------------------------- observation
@@ -353,42 +376,11 @@ class Scheduler:
 
     def check(self) -> None:
         """Assert all invariants. Costs a walk over everything: for tests."""
-        limits = self._limits
-        for queue in (self._waiting, self._running):
-            orders = [sequence.order for sequence in queue]
-            assert orders == sorted(set(orders)), "a queue is out of order"
-        idle = [sequence for sequence in self._sequences.values() if sequence.state is SequenceState.IDLE]
-        assert len(self._waiting) + len(self._running) + len(idle) == len(self._sequences), "a sequence is lost"
-        for sequence in (*self._waiting, *self._running):
-            assert self._sequences[sequence.request_id] is sequence
-            assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.longest(sequence.pooling)
-        for sequence in (*self._waiting, *idle):
-            assert sequence.num_in_flight == sequence.num_pending_tokens == 0
-        for sequence in self._waiting:
-            assert sequence.state is SequenceState.WAITING
-        self._blocks.kept.check([*self._waiting, *idle], limits.block_size)
-        assert len(self._running) <= limits.max_num_seqs
-        for sequence in self._running:
-            assert sequence.state is SequenceState.RUNNING
-            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= limits.longest(sequence.pooling)
-            assert 0 < sequence.num_scored_tokens <= sequence.num_prompt_tokens
-            assert sequence.num_computed_tokens <= len(sequence.block_ids) * limits.block_size
-            assert sequence.num_published_blocks <= len(sequence.block_ids)
-        left_behind = (block_ids for step in self._in_flight for block_ids in step.left_behind)
-        held = chain((sequence.block_ids for sequence in self._sequences.values()), left_behind)
-        self._blocks.check(chain.from_iterable(held))
-        for step in self._in_flight:
-            self._check_plan(step.plan)
-
-    def _check_plan(self, plan: StepPlan) -> None:
-        assert 0 < plan.num_tokens <= self._limits.max_num_batched_tokens
-        assert (
-            len({chunk.sequence.request_id for chunk in plan.chunks}) == len(plan.chunks) <= self._limits.max_num_seqs
+        check_scheduler(
+            self._limits,
+            self._sequences,
+            waiting=self._waiting,
+            running=self._running,
+            blocks=self._blocks,
+            in_flight=self._in_flight,
         )
-        for chunk in plan.chunks:
-            sequence, end = chunk.sequence, chunk.start + chunk.count
-            assert chunk.count > 0
-            assert sequence.num_in_flight > 0
-            if sequence.state is not SequenceState.FINISHED:
-                assert sequence.state is SequenceState.RUNNING
-                assert end <= sequence.num_computed_tokens <= len(sequence.block_ids) * self._limits.block_size

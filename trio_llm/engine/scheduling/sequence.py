@@ -91,6 +91,8 @@ class Sequence:
     """Tokens found in the cache when it was first admitted; None before."""
     pooling: PoolingParams | None = None
     """Set: nothing is sampled. The sequence is over, with one vector, when its last token is computed."""
+    is_under_way: bool = False
+    """Its answer has begun, here or in an earlier incarnation: it goes on when only new ones are held up."""
 
     @property
     def order(self) -> tuple[int, int]:

@@ -83,6 +83,13 @@ class KeptBlocks:
                 num_losers += 1
         return num_losers
 
+    def take_all(self) -> int:
+        """Take all blocks from all. Returns how many sequences have lost theirs."""
+        keepers = list(self._keepers)
+        for sequence in reversed(keepers):
+            self._lose(sequence)
+        return len(keepers)
+
     def _lose(self, sequence: Sequence) -> None:
         self._keepers.remove(sequence)
         self._pool.release(sequence.block_ids)

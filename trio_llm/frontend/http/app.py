@@ -52,6 +52,9 @@ class App:
         self._shell = Shell(self._dispatch, config, is_draining=lambda: client.status.state == "draining")
         self._probes: dict[str, Callable[[Scope], Awaitable[_Answer]]] = {
             "/health": self._health,
+            "/readyz": self._health,
+            "/livez": self._livez,
+            "/startupz": self._startupz,
             "/version": self._version,
         }
         if metrics is not None:
@@ -121,6 +124,18 @@ class App:
             return _not_ready(self._client.status, "dead", str(error))
         return _Answer(msgspec.json.encode({"status": "ready"}))
 
+    async def _livez(self, scope: Scope) -> _Answer:
+        """200 unless only another process could help."""
+        await trio.lowlevel.checkpoint()
+        status = self._client.status
+        return _not_ready(status, "dead", status.reason) if status.state == "dead" else _alive()
+
+    async def _startupz(self, scope: Scope) -> _Answer:
+        """200 once the engine was ready."""
+        await trio.lowlevel.checkpoint()
+        status = self._client.status
+        return _not_ready(status, status.state, status.reason) if status.state in ("loading", "dead") else _alive()
+
     async def _version(self, scope: Scope) -> _Answer:
         await trio.lowlevel.checkpoint()
         return _Answer(msgspec.json.encode({"version": __version__}))
@@ -140,6 +155,10 @@ async def _render_metrics(metrics: PrometheusStatLogger, scope: Scope) -> _Answe
     accept = next((str(value, "latin-1") for name, value in scope["headers"] if name == b"accept"), "")
     body, content_type = metrics.render(accept)
     return _Answer(body, content_type=content_type)
+
+
+def _alive() -> _Answer:
+    return _Answer(msgspec.json.encode({"status": "alive"}))
 
 
 def _not_ready(status: EngineStatus, state: str, reason: str | None) -> _Answer:

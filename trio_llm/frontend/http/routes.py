@@ -19,6 +19,7 @@ from starlette.routing import Route, Router
 
 from trio_llm.config import ServerConfig
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.control_routes import control_routes
 from trio_llm.frontend.http.errors import MethodNotAllowedError, RouteNotFoundError
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.generation import Generation, RunningRequests
@@ -71,6 +72,7 @@ def create_routes(client: EngineClient, config: ServerConfig, running: RunningRe
             Route("/v1/models", routes.list_models, methods=["GET"]),
             Route("/v1/models/{name:path}", routes.show_model, methods=["GET"]),
             Route("/openapi.json", routes.describe, methods=["GET"]),
+            *(control_routes(client, config) if config.dev_mode else ()),
         ],
         redirect_slashes=False,
     )

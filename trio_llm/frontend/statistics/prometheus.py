@@ -88,6 +88,7 @@ class PrometheusStatLogger:
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
         self._num_generation_tokens = 0
+        self._num_restarts = 0
         self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._rejections: dict[str, int] = dict.fromkeys(_REJECTIONS, 0)
         self._first_token_s = _Histogram(_FIRST_TOKEN_S)
@@ -114,6 +115,7 @@ class PrometheusStatLogger:
         self._num_queried_tokens += iteration.num_queried_tokens
         self._num_cached_tokens += iteration.num_cached_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
+        self._num_restarts += iteration.num_restarts
         if iteration.time_to_first_token_s:
             self._first_token_s.observe_many(iteration.time_to_first_token_s)
         if iteration.inter_token_latency_s:
@@ -157,6 +159,11 @@ class PrometheusStatLogger:
         )
         yield self._counter("prefix_cache_hits", "Prompt tokens that it had.", self._num_cached_tokens)
         yield self._counter("num_preemptions", "Requests put back to make room for others.", self._num_preempted)
+        restarts = CounterMetricFamily(
+            "trio_llm:engine_restarts", "Engines that were started after another one had died.", labels=_LABELS
+        )
+        restarts.add_metric([self._model_name, self._engine], self._num_restarts)
+        yield restarts
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*_LABELS, "finished_reason"]
         )

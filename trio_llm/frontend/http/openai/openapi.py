@@ -59,6 +59,9 @@ def openapi_document(version: str) -> dict[str, Any]:
                 }
             },
             "/health": {"get": _reading("200 only if the engine answers now; 503 with its state otherwise")},
+            "/readyz": {"get": _reading("As /health")},
+            "/livez": {"get": _reading("200 unless the engine is dead for good")},
+            "/startupz": {"get": _reading("200 once the model was loaded")},
             "/version": {"get": _reading("The version of this server")},
             "/metrics": {"get": _reading("Statistics for Prometheus", "text/plain")},
         },

@@ -1,0 +1,270 @@
+"""Control calls with real weights: what slept or was exchanged gives the tokens of a fresh engine."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.engine.executor.test_torch_executor import make_prompt
+from tests.engine.test_utilities import Engine
+from tests.engine.tiny_models import CONFIGS, load, save_model
+from trio_llm.config import EngineConfig
+from trio_llm.engine.control_machine import WeightsPlace
+from trio_llm.engine.core import EngineCore
+from trio_llm.engine.executor.base import DeviceLostError
+from trio_llm.engine.executor.torch_executor import TorchExecutor
+from trio_llm.sampling import SamplingParams
+from trio_llm.wire.messages import EngineCoreRequest
+
+KINDS = ["llama with an untied head", "gpt2 with learned positions"]
+"""The second one's head is tied to its embeddings."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("model"), CONFIGS[kind])
+
+
+@pytest.fixture(scope="module")
+def other(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model with other weights."""
+    return save_model(tmp_path_factory.mktemp("other"), CONFIGS[kind], seed=1)
+
+
+def an_engine(folder: Path, **settings: Any) -> Engine:
+    return Engine(EngineCore(load(folder), EngineConfig(model=str(folder), **settings), epoch=1))
+
+
+def requests(prefix: str = "", **fields: Any) -> list[EngineCoreRequest]:
+    params = [
+        SamplingParams(temperature=0, seed=0, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=5, max_tokens=12, ignore_eos=True),
+        SamplingParams(temperature=1.2, top_k=20, seed=6, max_tokens=12, ignore_eos=True),
+    ]
+    return [EngineCoreRequest(f"{prefix}{i}", make_prompt(20 + 15 * i), one, **fields) for i, one in enumerate(params)]
+
+
+def answers(engine: Engine, prefix: str = "") -> list[list[int]]:
+    return [engine.tokens(f"{prefix}{i}") for i in range(3)]
+
+
+@functools.cache
+def fresh_answers(folder: Path) -> list[list[int]]:
+    engine = an_engine(folder)
+    engine.send(*requests())
+    engine.run()
+    return answers(engine)
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_after_sleep_and_wake_running_and_new_requests_get_the_same_tokens(folder: Path, level: int) -> None:
+    engine = an_engine(folder, run_ahead=1)
+    engine.send(*requests())
+    engine.step(7)
+
+    engine.ask("sleep", level)
+    asleep = engine.ask("collective_rpc", "memory_info")
+    engine.ask("wake_up")
+    awake = engine.ask("collective_rpc", "memory_info")
+    engine.run()
+    engine.send(*requests("new-"))
+    engine.run()
+
+    assert answers(engine) == answers(engine, "new-") == fresh_answers(folder)
+    assert asleep["weights_device_bytes"] == asleep["kv_cache_bytes"] == 0
+    assert (asleep["weights_host_bytes"] > 0) == (level == 1)
+    assert awake["weights_device_bytes"] > 0
+    assert awake["kv_cache_bytes"] > 0
+
+
+def test_the_kv_cache_is_freed_and_not_held_by_the_model(folder: Path) -> None:
+    engine = an_engine(folder)
+    engine.send(*requests())
+    engine.step(5)
+    executor: Any = engine.core._executor
+
+    engine.ask("sleep", 1)
+
+    assert executor._kv.numel() == 0
+    assert executor._model._step.kv is None
+
+
+def test_new_weights_give_what_a_fresh_engine_of_them_gives(folder: Path, other: Path) -> None:
+    engine = an_engine(folder, run_ahead=1)
+    engine.send(*requests())
+    engine.step(7)
+
+    engine.ask("update_weights", str(other), "v2")
+    old = answers(engine)
+    engine.run()
+    engine.send(*requests("new-"))
+    engine.run()
+
+    assert answers(engine, "new-") == fresh_answers(other) != fresh_answers(folder)
+    fresh = an_engine(other)
+    fresh.send(
+        *[
+            EngineCoreRequest(one.request_id, one.prompt_token_ids, one.params, output_token_ids=tokens)
+            for one, tokens in zip(requests(), old, strict=True)
+        ]
+    )
+    fresh.run()
+    assert answers(engine) == [before + after for before, after in zip(old, answers(fresh), strict=True)]
+    assert all(old)
+
+
+def test_dropped_weights_come_back_as_they_were_updated_last(folder: Path, other: Path) -> None:
+    engine = an_engine(folder)
+    engine.ask("update_weights", str(other), "v2")
+    engine.ask("sleep", 2)
+    engine.ask("wake_up")
+    engine.send(*requests())
+    engine.run()
+
+    assert answers(engine) == fresh_answers(other)
+
+
+def _without_a_tensor(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    tensors.popitem()
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _with_a_wrong_shape(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    name = max(tensors)
+    tensors[name] = torch.zeros([size + 1 for size in tensors[name].shape])
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def _without_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def _without_a_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def _of_other_numbers(folder: Path) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 0.5}))
+
+
+def _of_another_size(folder: Path) -> None:
+    config = CONFIGS["llama with grouped queries"].to_dict() | {"num_hidden_layers": 1}
+    save_model(folder, type(CONFIGS["llama with grouped queries"])(**config))
+
+
+def _of_another_architecture(folder: Path) -> None:
+    save_model(folder, CONFIGS["qwen3"])
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _without_a_tensor,
+        _with_a_wrong_shape,
+        _truncated,
+        _without_weights,
+        _without_a_config,
+        _of_other_numbers,
+        _of_another_size,
+        _of_another_architecture,
+    ],
+)
+def test_a_directory_that_does_not_fit_is_the_callers_fault_and_changes_nothing(spoil: Any, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "served")
+    bad = save_model(tmp_path / "bad", seed=1)
+    spoil(bad)
+    engine = an_engine(folder)
+    engine.send(*requests())
+    engine.step(7)
+
+    result = engine.call("update_weights", str(bad), "v2")
+    engine.run()
+
+    assert result.error_kind == "invalid"
+    assert str(bad) in str(result.error)
+    assert "\n" not in str(result.error)
+    assert answers(engine) == fresh_answers(folder)
+    assert {message.weight_version for message in engine.messages} == {"default"}
+
+
+def test_dropped_weights_whose_directory_is_gone_stay_asleep_until_it_is_back(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "served")
+    expected = fresh_answers(folder)
+    engine = an_engine(folder)
+    engine.send(*requests())
+    engine.step(7)
+    engine.ask("sleep", 2)
+    folder.rename(tmp_path / "away")
+
+    result = engine.call("wake_up")
+    assert result.error_kind == "failed"
+    assert engine.ask("control_state")["weights_asleep"] is True
+    (tmp_path / "away").rename(folder)
+    engine.ask("wake_up")
+    engine.run()
+
+    assert answers(engine) == expected
+
+
+def test_weights_that_cannot_be_written_end_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = an_engine(save_model(tmp_path / "served"))
+    other = save_model(tmp_path / "other", seed=1)
+    store: Any = engine.core._executor
+    read = store._weights._read
+    monkeypatch.setattr(store._weights, "_read", lambda source: dict(list(read(source).items())[:-1]))
+
+    with pytest.raises(DeviceLostError, match="half-way"):
+        engine.begin("update_weights", str(other), "v2")
+
+
+def test_moving_weights_to_where_they_are_touches_no_tensor(tmp_path: Path) -> None:
+    executor: TorchExecutor = load(save_model(tmp_path))
+    module: Any = executor._model.module
+    before = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
+
+    for place in (WeightsPlace.DEVICE, WeightsPlace.HOST, WeightsPlace.HOST, WeightsPlace.DEVICE):
+        executor.move(place, has_cache=True)
+
+    assert {name: parameter.data_ptr() for name, parameter in module.named_parameters()} == before
+
+
+def test_a_profile_is_a_trace_in_the_operators_folder(tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "served")
+    engine = an_engine(folder, profile_dir=str(tmp_path / "profiles"))
+    assert engine.ask("stop_profile") is None
+
+    paths = []
+    for name in ("a", "b"):
+        engine.ask("start_profile")
+        engine.ask("start_profile")
+        engine.send(*requests(name))
+        engine.run()
+        paths.append(Path(engine.ask("stop_profile")))
+        assert engine.ask("stop_profile") is None
+
+    assert len(set(paths)) == 2
+    assert set((tmp_path / "profiles").iterdir()) == set(paths)
+    events = json.loads(paths[0].read_text())["traceEvents"]
+    assert any("aten::" in str(event.get("name")) for event in events)
+    assert answers(engine, "a") == fresh_answers(folder)

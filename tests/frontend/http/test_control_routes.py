@@ -1,0 +1,238 @@
+"""The control routes: there only in dev mode, and what each does to the engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import trio
+from trio.testing import wait_all_tasks_blocked
+
+from tests.frontend.http.fake_client import FakeClient
+from tests.frontend.http.server import BOUND_S, Server, open_server
+from trio_llm.config import ServerConfig
+from trio_llm.errors import ConfigError
+from trio_llm.frontend.http.control_routes import MAX_ARGS, control_routes
+from trio_llm.testing import FakeLLM, open_fake_llm
+
+ROUTES = [
+    (method, route.path)
+    for route in control_routes(FakeClient(), ServerConfig())
+    for method in (route.methods or ())
+    if method != "HEAD"
+]
+
+
+@asynccontextmanager
+async def open_dev_server(**settings: Any) -> AsyncIterator[tuple[FakeLLM, Server]]:
+    async with (
+        open_fake_llm(answer="Hello, world.") as llm,
+        open_server(cast(FakeClient, llm), dev_mode=True, **settings) as server,
+    ):
+        with trio.fail_after(BOUND_S):
+            yield llm, server
+
+
+async def works(server: Server) -> bool:
+    reply = await server.complete(max_tokens=20)
+    return reply.status == 200 and reply.json["choices"][0]["text"] == "Hello, world."
+
+
+def test_every_route_is_among_those_that_are_tried() -> None:
+    assert len(ROUTES) == 11
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_without_dev_mode_there_is_no_such_path(method: str, path: str) -> None:
+    async with open_server(FakeClient()) as server:
+        assert (await server.call(method, path)).status == 404
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_a_client_without_control_is_501_or_its_body_is_400_and_other_methods_are_405(
+    method: str, path: str
+) -> None:
+    async with open_server(FakeClient(), dev_mode=True) as server:
+        reply = await server.call(method, path)
+        other = await server.call("GET" if method == "POST" else "POST", path)
+
+    assert reply.status == (400 if path in ("/collective_rpc", "/update_weights") else 501)
+    assert other.status == 405
+
+
+def test_dev_mode_is_for_loopback_alone() -> None:
+    with pytest.raises(ConfigError, match="--dev-mode"):
+        ServerConfig(host="0.0.0.0", allow_unauthenticated=True, dev_mode=True)
+
+
+@pytest.mark.parametrize("query", ["", "?level=1", "?level=2"])
+async def test_sleep_refuses_requests_until_all_is_awake(query: str) -> None:
+    async with open_dev_server() as (_, server):
+        assert (await server.call("GET", "/is_sleeping")).json == {"is_sleeping": False}
+        assert (await server.call("POST", f"/sleep{query}")).status == 200
+        assert (await server.call("GET", "/is_sleeping")).json == {"is_sleeping": True}
+
+        refused = await server.complete()
+        assert refused.status == 503
+        assert "retry-after" in refused.headers
+        assert "wake it up" in refused.error["message"]
+        health = await server.call("GET", "/health")
+        assert (health.status, health.json["status"]) == (503, "asleep")
+
+        assert (await server.call("POST", "/wake_up?tags=weights")).status == 200
+        assert (await server.complete()).status == 503
+        assert (await server.call("POST", "/wake_up?tags=weights&tags=kv_cache")).status == 200
+        assert (await server.call("GET", "/is_sleeping")).json == {"is_sleeping": False}
+        assert await works(server)
+
+
+@pytest.mark.parametrize("query", ["", "?mode=abort", "?mode=wait", "?mode=keep&clear_cache=false"])
+async def test_a_pause_holds_requests_until_the_resume(query: str) -> None:
+    async with open_dev_server() as (llm, server):
+        assert (await server.call("POST", f"/pause{query}")).status == 200
+        assert (await server.call("GET", "/is_paused")).json == {"is_paused": True}
+        done: list[bool] = []
+
+        async def ask() -> None:
+            done.append(await works(server))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask)
+            while not llm.num_waiting:
+                await wait_all_tasks_blocked()
+            assert not done
+            assert (await server.call("POST", "/resume")).status == 200
+        assert done == [True]
+        assert (await server.call("GET", "/is_paused")).json == {"is_paused": False}
+
+
+@pytest.mark.parametrize(
+    ("path", "param"),
+    [
+        ("/sleep?level=0", "level"),
+        ("/sleep?level=", "level"),
+        ("/sleep?level=1.0", "level"),
+        ("/wake_up?tags=x", "tags"),
+        ("/pause?mode=stop", "mode"),
+        ("/pause?clear_cache=maybe", "clear_cache"),
+    ],
+)
+async def test_a_wrong_query_is_400_and_changes_nothing(path: str, param: str) -> None:
+    async with open_dev_server() as (_, server):
+        reply = await server.call("POST", path)
+
+        assert reply.status == 400
+        assert param in reply.error["message"]
+        assert await works(server)
+
+
+async def test_a_remote_call_answers_for_each_worker() -> None:
+    async with open_dev_server() as (_, server):
+        reply = await server.call("POST", "/collective_rpc", {"method": "model_info", "args": [], "timeout": 5})
+        unknown = await server.call("POST", "/collective_rpc", {"method": "shutdown"})
+
+    assert [one["weight_version"] for one in reply.json["results"]] == ["default"]
+    assert unknown.status == 500
+    assert "memory_info" in unknown.error["message"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {},
+        {"method": 1},
+        {"method": "ping", "args": "x"},
+        {"method": "ping", "args": [[]]},
+        {"method": "ping", "args": [{}]},
+        {"method": "ping", "args": [0] * (MAX_ARGS + 1)},
+        {"method": "ping", "timeout": "5"},
+        {"method": "ping", "timeout": 0},
+        {"method": "ping", "timeout": True},
+        {"method": "ping", "kwargs": {}},
+    ],
+)
+async def test_a_remote_call_that_is_no_plain_data_is_400(body: dict[str, Any]) -> None:
+    async with open_dev_server() as (_, server):
+        assert (await server.call("POST", "/collective_rpc", body)).status == 400
+
+
+async def test_weights_come_from_below_the_root_alone(tmp_path: Path) -> None:
+    root, outside = tmp_path / "root", tmp_path / "outside"
+    (root / "new").mkdir(parents=True)
+    outside.mkdir()
+    (root / "link").symlink_to(outside)
+    (root / "inner").symlink_to(root / "new")
+    async with open_dev_server(weights_root=str(root)) as (llm, server):
+        for path in ("..", "../outside", str(outside), "link", "/", "new/../../outside", "a\0b"):
+            reply = await server.call("POST", "/update_weights", {"path": path, "version": "v"})
+            assert (reply.status, reply.error["param"]) == (400, "path"), path
+        for path in ("missing", str(root / "missing")):
+            assert (await server.call("POST", "/update_weights", {"path": path, "version": "v"})).status == 400
+        (info,) = await llm.collective_rpc("model_info")
+        assert info["weight_version"] == "default"
+
+        for path in ("new", str(root / "new"), "inner"):
+            assert (await server.call("POST", "/update_weights", {"path": path, "version": path})).status == 200
+            (info,) = await llm.collective_rpc("model_info")
+            assert info["weight_version"] == path
+        assert await works(server)
+
+
+async def test_without_a_root_there_are_no_new_weights(tmp_path: Path) -> None:
+    async with open_dev_server() as (_, server):
+        reply = await server.call("POST", "/update_weights", {"path": str(tmp_path), "version": "v"})
+
+    assert reply.status == 501
+    assert "--weights-root" in reply.error["message"]
+
+
+async def test_profiles_need_the_operators_folder() -> None:
+    async with open_dev_server() as (_, server):
+        reply = await server.call("POST", "/start_profile")
+
+    assert reply.status == 501
+    assert "--profile-dir" in reply.error["message"]
+
+
+async def test_forgetting_the_cache_and_leaving_a_call_harm_nobody() -> None:
+    async with open_dev_server() as (llm, server):
+        assert (await server.call("POST", "/reset_prefix_cache")).status == 200
+        llm.stall()
+        async with server.connect() as connection:
+            await connection.request("POST", "/sleep")
+            while not llm._control._jobs:
+                await wait_all_tasks_blocked()
+        llm.resume()
+        while llm._control._jobs:
+            await wait_all_tasks_blocked()
+
+        # The client has left; what had begun was carried out, and is known.
+        assert (await server.complete()).status == 503
+        assert (await server.call("POST", "/wake_up")).status == 200
+        assert await works(server)
+
+
+async def test_every_route_twenty_times_at_once(tmp_path: Path) -> None:
+    bodies = {"/collective_rpc": {"method": "ping"}, "/update_weights": {"path": ".", "version": "v"}}
+    async with open_dev_server(weights_root=str(tmp_path)) as (llm, server):
+        statuses: list[int] = []
+
+        async def call(method: str, path: str) -> None:
+            body = json.dumps(bodies[path]).encode() if path in bodies else b""
+            reply = await server.call(method, path, body, {"content-type": "application/json"})
+            statuses.append(reply.status)
+
+        async with trio.open_nursery() as nursery:
+            for _ in range(20):
+                for method, path in ROUTES:
+                    nursery.start_soon(call, method, path)
+
+        assert len(statuses) == 20 * len(ROUTES)
+        assert set(statuses) <= {200, 400, 501}
+        await llm.wake_up()
+        await llm.resume_generation()
+        assert await works(server)

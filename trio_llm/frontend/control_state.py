@@ -1,0 +1,55 @@
+"""ControlState: what control calls have made of the engine, as plain data that can be told to a fresh one.
+
+Pure. Kept by `EngineControl`.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from trio_llm.wire.messages import PlainValue, UtilityCall
+
+__all__ = ["NOBODY", "ControlState"]
+
+NOBODY = 0
+"""The number of a call whose answer nobody waits for."""
+
+
+class ControlState(msgspec.Struct, frozen=True, gc=False):
+    """As the engine told it last. The engine alone knows the rules by which it changes."""
+
+    sleep_level: int = 0
+    """0: awake. 2: the weights are dropped. 1: any other part is asleep."""
+    weights_asleep: bool = False
+    kv_cache_asleep: bool = False
+    pause: Literal["running", "wait", "keep"] = "running"
+    weight_version: str = "default"
+    weights_path: str | None = None
+    """Directory of the weights of the last update; None: those that the engine was started with."""
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.weights_asleep or self.kv_cache_asleep
+
+    @property
+    def is_held(self) -> bool:
+        """Requests may be unfinished and wait without end: that is no stall."""
+        return self.is_asleep or self.pause != "running"
+
+    def replay(self) -> list[UtilityCall]:
+        """The calls that bring a fresh engine into this state. To be sent before any request.
+
+        A pause in the mode abort has left nobody to abort: it comes back as one that keeps.
+        """
+        calls: list[tuple[str, list[PlainValue]]] = []
+        if self.weights_path is not None:
+            calls.append(("update_weights", [self.weights_path, self.weight_version]))
+        if self.is_asleep:
+            calls.append(("sleep", [self.sleep_level]))
+            parts = {"weights": self.weights_asleep, "kv_cache": self.kv_cache_asleep}
+            calls += [("wake_up", [part]) for part, is_asleep in parts.items() if not is_asleep]
+        if self.pause != "running":
+            calls.append(("pause", [self.pause, False]))
+        return [UtilityCall(NOBODY, method, args) for method, args in calls]
