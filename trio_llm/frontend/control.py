@@ -108,7 +108,7 @@ class EngineControl:
 
     async def _make(self, job: _Job) -> None:
         try:
-            job.answer = await self._utilities.call(job.method, *job.args)
+            job.answer = await self._utilities.call(job.method, *job.args, is_suspicious=True)
             if job.method in _CHANGES_STATE:
                 self.state = _read(job.answer)
         except TrioLLMError as error:

@@ -145,8 +145,12 @@ class EngineLife:
                 self._kill(problem)
             left_s = min(self._last_life_s, self._last_step_s) + limit_s - now_s
             look_s = min(_LONGEST_LOOK_S, limit_s / 4)
-            with trio.move_on_after(min(left_s, look_s) if left_s > 0 else look_s):
+            wait_s = min(left_s, look_s) if left_s > 0 else look_s
+            with trio.move_on_after(wait_s):
                 await self._is_dead.wait()
+            if trio.current_time() - now_s - wait_s > look_s:
+                # This process was stopped, or its loop was blocked: what the engine said meanwhile waits to be read.
+                self._last_life_s = self._last_step_s = trio.current_time()
 
     def _find_silence(self, limit_s: float) -> str | None:
         if trio.current_time() - self._last_life_s < limit_s:
