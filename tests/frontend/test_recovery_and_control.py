@@ -97,6 +97,8 @@ async def test_a_pause_that_waits_goes_on_waiting_for_the_same_requests_in_the_n
 
         async def pause() -> None:
             await llm.pause_generation(mode="wait")
+            counts = await llm.check_scheduler()
+            assert counts["num_running"] + counts["num_waiting"] == 1, "the new one alone is left"
             order.append("paused")
 
         async with trio.open_nursery() as nursery:
@@ -111,8 +113,7 @@ async def test_a_pause_that_waits_goes_on_waiting_for_the_same_requests_in_the_n
             with trio.fail_after(FOREVER_S):
                 while "paused" not in order:
                     await trio.sleep(0.1)
-            assert order[0] == "old"
-            assert "new" not in order
+            assert sorted(order) == ["old", "paused"]
             await llm.resume_generation()
         await llm.assert_idle()
 
@@ -168,7 +169,7 @@ def watch_of(killed: list[str], stall_timeout_s: float) -> EngineLife:
     return life
 
 
-@pytest.mark.parametrize("timeout_s", [1.0, 120.0])
+@pytest.mark.parametrize("timeout_s", [2.0, 120.0])
 async def test_a_front_end_that_was_stopped_does_not_blame_the_engine(timeout_s: float, mock_clock: MockClock) -> None:
     killed: list[str] = []
     life = watch_of(killed, timeout_s)
@@ -178,7 +179,12 @@ async def test_a_front_end_that_was_stopped_does_not_blame_the_engine(timeout_s:
         mock_clock.jump(10_000)
         await trio.testing.wait_all_tasks_blocked()
 
-        assert killed == [], "it had no turn to read what the engine said"
+        assert killed == [], "nobody had a turn to read what the engine said"
+        life.sign_of_life()
+        life.step()
+        mock_clock.jump(0.6)
+        await trio.testing.wait_all_tasks_blocked()
+        assert killed == []
         nursery.cancel_scope.cancel()
 
 
