@@ -160,8 +160,13 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        (pid,) = [child for child in children_of(self.process.pid) if is_engine(child)]
+        (pid,) = self.engine_pids
         return pid
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """None while an engine is dead and the next one is not started yet."""
+        return [child for child in children_of(self.process.pid) if is_engine(child)]
 
     def wait_exit(self) -> int:
         return self.process.wait(BOUND_S)

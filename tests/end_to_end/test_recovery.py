@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import trio
 
 from tests.end_to_end.conftest import fake_engine, start_fake_server
-from tests.end_to_end.servers import is_alive, open_stream, wait_until
+from tests.end_to_end.servers import Server, is_alive, open_stream, wait_until
 from tests.end_to_end.test_deaths import BOUND_S, REQUESTS, STALL_S, Readers, folder, open_engines, undisturbed
 from trio_llm import SamplingParams
 from trio_llm.errors import EngineGenerateError
@@ -111,3 +112,48 @@ async def see_states(client: httpx.AsyncClient, *, until: str) -> list[str]:
             states.append(state)
         await trio.sleep(0.01)
     return states
+
+
+async def bring_to(state: str, server: Server, client: httpx.AsyncClient) -> None:
+    if state == "asleep":
+        assert (await client.post("/sleep")).status_code == 200
+    if state == "paused":
+        assert (await client.post("/pause?mode=keep")).status_code == 200
+    if state == "recovering":
+        os.kill(server.engine_pid, signal.SIGKILL)
+    await wait_until(partial(is_in, "ready" if state == "paused" else state, client), within_s=BOUND_S)
+
+
+async def is_in(state: str, client: httpx.AsyncClient) -> bool:
+    return bool((await client.get("/health")).json()["status"] == state)
+
+
+@pytest.mark.parametrize("state", ["asleep", "paused", "recovering"])
+async def test_a_second_signal_ends_a_drain_at_once_and_the_engine_with_it(state: str, folder: Path) -> None:
+    start = partial(
+        start_fake_server, "a second signal", fake_engine(), environment={"TMPDIR": str(folder)}, dev_mode=True
+    )
+    server = await trio.to_thread.run_sync(start)
+    try:
+        async with server.client() as client, trio.open_nursery() as nursery:
+            has_begun = trio.Event()
+            nursery.start_soon(read_until_it_breaks, client, has_begun)
+            await has_begun.wait()
+            await bring_to(state, server, client)
+            server.process.send_signal(signal.SIGTERM)
+            await wait_until(lambda: "draining" in server.output)
+            engines = server.engine_pids
+            server.process.send_signal(signal.SIGTERM)
+
+            assert await trio.to_thread.run_sync(server.wait_exit) == 1
+        await wait_until(lambda: not any(is_alive(pid) for pid in engines), within_s=2)
+        assert "ending at once" in server.output
+    finally:
+        await trio.to_thread.run_sync(server.stop)
+
+
+async def read_until_it_breaks(client: httpx.AsyncClient, has_begun: trio.Event) -> None:
+    with pytest.raises(httpx.TransportError):
+        async with open_stream(client, "/v1/completions", {"prompt": "hello", "max_tokens": 50_000}) as stream:
+            async for _ in stream.events():
+                has_begun.set()

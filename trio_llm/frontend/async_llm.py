@@ -232,7 +232,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         self._check_ready()
         if self._life.lost is not None:
             raise self._life.not_ready()
-        await self._utilities.call("ping")
+        await self._utilities.call("ping", max_deaths=1)
 
     async def check_scheduler(self) -> dict[str, int]:
         """Let the engine assert its scheduler's invariants, and return its counts of requests and blocks.

@@ -5,27 +5,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Final
 
 import trio
 
-from trio_llm.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, NotSupportedError
+from trio_llm.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    EngineUnavailableError,
+    InvalidRequestError,
+    NotSupportedError,
+)
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
 
 __all__ = ["UtilityCalls"]
 
-_Answer = UtilityResult | EngineDeadError | EngineGenerateError
-
-_MAX_DEATHS: Final = 2
-"""A call that so many engines died of is not made again."""
+_Answer = UtilityResult | EngineDeadError | EngineGenerateError | EngineUnavailableError
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     call: UtilityCall
     send: trio.MemorySendChannel[_Answer]
-    is_suspicious: bool
+    max_deaths: int | None
     is_sent: bool = False
     """To the engine that there is."""
     num_deaths: int = 0
@@ -41,6 +43,14 @@ def _error_of(answer: UtilityResult, text: str) -> Exception:
             return EngineGenerateError(text)
 
 
+def _error_of_deaths(waiting: _Waiting, reason: str) -> EngineGenerateError | EngineUnavailableError:
+    if waiting.max_deaths == 1:
+        return EngineUnavailableError(f"the engine died before it answered, and is started again: {reason}")
+    return EngineGenerateError(
+        f"{waiting.call.method}: engines die of this call: {waiting.num_deaths} did before they answered: {reason}"
+    )
+
+
 class UtilityCalls:
     """Numbers calls and gives each its own answer."""
 
@@ -52,19 +62,21 @@ class UtilityCalls:
         self._dead_error: EngineDeadError | None = None
 
     async def call(
-        self, method: str, *args: PlainValue, is_suspicious: bool = False
+        self, method: str, *args: PlainValue, max_deaths: int | None = None
     ) -> PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]:
         """Call a method of the engine and wait for its answer.
 
         If the engine dies meanwhile and another one is started, the call is made again there.
 
         Args:
-            is_suspicious: it may be what the engine dies of, so that it is not made a third time.
+            max_deaths: so many engines may die before they answer; 1: the call is about this engine, and not made
+                again; more: it may be what they die of.
 
         Cancellation: the engine may still carry the call out; its answer is dropped.
 
         Raises:
-            EngineGenerateError: the method failed, or there is none of that name; or engines die of it.
+            EngineGenerateError: the method failed, or there is none of that name; or `max_deaths` engines died.
+            EngineUnavailableError: the engine died, and `max_deaths` is 1.
             InvalidRequestError: the arguments are at fault; the engine has changed nothing.
             NotSupportedError: this engine cannot do that.
             EngineDeadError: the engine is gone, or went while this waited.
@@ -74,7 +86,7 @@ class UtilityCalls:
             raise type(self._dead_error)(*self._dead_error.args)
         call_id = next(self._numbers)
         send, receive = trio.open_memory_channel[_Answer](1)
-        waiting = _Waiting(UtilityCall(call_id, method, list(args)), send, is_suspicious)
+        waiting = _Waiting(UtilityCall(call_id, method, list(args)), send, max_deaths)
         self._waiting[call_id] = waiting
         try:
             if self._has_engine:
@@ -99,14 +111,9 @@ class UtilityCalls:
         for call_id, waiting in list(self._waiting.items()):
             waiting.num_deaths += waiting.is_sent
             waiting.is_sent = False
-            if waiting.is_suspicious and waiting.num_deaths >= _MAX_DEATHS:
+            if waiting.max_deaths is not None and waiting.num_deaths >= waiting.max_deaths:
                 del self._waiting[call_id]
-                waiting.send.send_nowait(
-                    EngineGenerateError(
-                        f"{waiting.call.method}: engines die of this call: {waiting.num_deaths} did before they "
-                        f"answered: {reason}"
-                    )
-                )
+                waiting.send.send_nowait(_error_of_deaths(waiting, reason))
 
     def resume(self) -> None:
         """Another engine is ready: it gets all calls that wait."""
