@@ -108,7 +108,6 @@ class OutputHandler:
         match message:
             case EngineLost():
                 self._hooks.on_lost(message)
-                self._requests.lose_engine(message.reason)
             case EngineCoreOutputs():
                 if self._is_complete(message.step - 1):
                     self._last_step = max(self._last_step, message.step)
