@@ -293,7 +293,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         try:
             renderer = await self._load_renderer(model)
         except EngineStartupError as error:
-            self._core.kill(str(error))
+            self._core.kill(str(error), for_good=True)
             return
         self._live.processor = OutputProcessor(renderer.token_table)
         self._renderer = renderer
@@ -350,7 +350,9 @@ class AsyncLLM(ControlCalls, EngineClient):
     def _on_utility_result(self, result: UtilityResult) -> None:
         if result.call_id != NOBODY:
             self._utilities.resolve(result)
-        elif result.error is not None:
+            return
+        self._control.has_replayed()
+        if result.error is not None:
             # Requests must not go on with, say, other weights than they began with.
             self._core.kill(f"a fresh engine could not be brought to where the dead one was: {result.error}")
 

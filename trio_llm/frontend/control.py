@@ -64,17 +64,25 @@ class EngineControl:
         self._check_ready = check_ready
         self._jobs: deque[_Job] = deque()
         """Not over, in order; the first may have begun."""
+        self._num_replayed = 0
+        """Calls of the newest replay that are not answered."""
         self._waiting_for_jobs = trio.lowlevel.ParkingLot()
         self._is_over = False
 
     def replay(self) -> list[UtilityCall]:
         """What brings a fresh engine to where this one was: see `ControlState.replay`."""
-        return self.state.replay()
+        calls = self.state.replay()
+        self._num_replayed = len(calls)
+        return calls
+
+    def has_replayed(self) -> None:
+        """The engine has answered one of them."""
+        self._num_replayed -= 1
 
     @property
     def is_under_way(self) -> bool:
-        """A call is being made, which may take the engine long, and its loop with it."""
-        return bool(self._jobs) and self._jobs[0].has_begun
+        """A call is being made, a replayed one also, which may take the engine long, and its loop with it."""
+        return self._num_replayed > 0 or (bool(self._jobs) and self._jobs[0].has_begun)
 
     def check_awake(self) -> None:
         """Raises:

@@ -7,8 +7,15 @@ from itertools import count
 
 import trio
 
-from trio_llm.errors import EngineDeadError, EngineGenerateError, InvalidRequestError, NotSupportedError
+from trio_llm.errors import (
+    CodecError,
+    EngineDeadError,
+    EngineGenerateError,
+    InvalidRequestError,
+    NotSupportedError,
+)
 from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
 
 __all__ = ["UtilityCalls"]
@@ -24,6 +31,14 @@ def _error_of(answer: UtilityResult, text: str) -> Exception:
             return NotSupportedError(text)
         case _:
             return EngineGenerateError(text)
+
+
+def _check_has_form(method: str, args: Sequence[PlainValue]) -> None:
+    """Now, also while there is no engine: whoever asks gets the error, and not whoever sends it to the next one."""
+    try:
+        encode(UtilityCall(0, method, list(args)))
+    except CodecError as error:
+        raise InvalidRequestError(f"{method[:100]!r} cannot be sent to the engine: {error}") from error
 
 
 class UtilityCalls:
@@ -47,13 +62,15 @@ class UtilityCalls:
 
         Raises:
             EngineGenerateError: the method failed, or there is none of that name.
-            InvalidRequestError: the arguments are at fault; the engine has changed nothing.
+            InvalidRequestError: the arguments are at fault, or have no form on the wire; the engine has changed
+                nothing.
             NotSupportedError: this engine cannot do that.
             EngineDeadError: the engine is gone, or went while this waited.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._dead_error is not None:
             raise type(self._dead_error)(*self._dead_error.args)
+        _check_has_form(method, args)
         call_id = next(self._numbers)
         send, receive = trio.open_memory_channel[_Answer](1)
         call = UtilityCall(call_id, method, list(args))
