@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
+from trio_llm.config import DAY_S
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -26,6 +27,7 @@ from trio_llm.errors import (
     TrioLLMError,
 )
 from trio_llm.frontend.control_state import ControlState
+from trio_llm.frontend.text.quoting import quote
 from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.wire.messages import PlainValue, UtilityCall
 
@@ -204,8 +206,10 @@ class ControlCalls:
     ) -> list[Any]:
         if strange := [one for one in args if not isinstance(one, PlainValue)]:
             raise InvalidRequestError(f"args must be plain values, not {type(strange[0]).__name__}", "args")
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise InvalidRequestError(f"timeout must be above 0 seconds, not {timeout_s}", "timeout")
+        if timeout_s is not None and not 0 < timeout_s <= DAY_S:
+            raise InvalidRequestError(
+                f"timeout must be above 0 and up to {DAY_S} seconds, not {quote(timeout_s)}", "timeout"
+            )
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             return [await self._control.ask("collective_rpc", method, *args)]
         raise RequestTimeoutError(f"the worker has not answered {method[:100]!r} within {timeout_s:g} seconds")
