@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -460,3 +461,23 @@ async def test_leaving_the_block_ends_calls_that_wait_outside_of_it() -> None:
 
     assert len(ends) == 3
     assert all("was left" in text for text in ends)
+
+
+@pytest.mark.parametrize("strange", [[1], {"a": 1}, b"x", 2**70, "\ud800", object(), Path("/tmp")])
+async def test_what_the_engine_cannot_read_is_refused_and_holds_up_no_other_call(strange: Any) -> None:
+    async with open_fake_llm() as fake:
+        llm = fake.llm
+        calls: list[Callable[[], Awaitable[None]]] = [
+            lambda: llm.sleep(strange),
+            lambda: llm.wake_up([strange]),
+            lambda: llm.pause_generation(mode=strange),
+            lambda: llm.update_weights(strange, version="v2"),
+            lambda: llm.update_weights("/tmp", version=strange),
+        ]
+        for call in calls:
+            with trio.fail_after(BOUND_S), pytest.raises(InvalidRequestError):
+                await call()
+
+        assert not await llm.is_sleeping()
+        await llm.sleep()
+        await llm.wake_up()

@@ -171,7 +171,8 @@ class AsyncLLM(ControlCalls, EngineClient):
         request_id: str | None = None,
         priority: int = 0,
     ) -> PoolingOutput:
-        wish = Wish(external_id=_external_id(request_id), params=params or PoolingParams(), priority=priority)
+        chosen = params if params is not None else PoolingParams()
+        wish = Wish(external_id=_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority)
         admit = partial(self._entrance.admit, prompt, wish)
         async with GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit) as stream:
             output = await anext(stream)

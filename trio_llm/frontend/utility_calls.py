@@ -15,7 +15,7 @@ from trio_llm.errors import (
     NotSupportedError,
 )
 from trio_llm.frontend.core_client.base import CoreClient
-from trio_llm.wire.codec import encode
+from trio_llm.wire.codec import decode_to_engine, encode
 from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
 
 __all__ = ["UtilityCalls"]
@@ -34,9 +34,10 @@ def _error_of(answer: UtilityResult, text: str) -> Exception:
 
 
 def _check_has_form(method: str, args: Sequence[PlainValue]) -> None:
-    """Now, also while there is no engine: whoever asks gets the error, and not whoever sends it to the next one."""
+    """Now, also while there is no engine: whoever asks gets the error, and not whoever sends it to the next one. What
+    the engine cannot read it drops, and never answers."""
     try:
-        encode(UtilityCall(0, method, list(args)))
+        decode_to_engine(encode(UtilityCall(0, method, list(args))))
     except CodecError as error:
         raise InvalidRequestError(f"{method[:100]!r} cannot be sent to the engine: {error}") from error
 
