@@ -488,12 +488,23 @@ def test_what_is_not_in_the_workers_table_is_an_error_that_names_what_is(args: l
 
     result = engine.call("collective_rpc", *args)
 
-    assert result.error_kind == "failed"
+    assert result.error_kind == ("invalid" if args else "failed")
     if args:
         assert "check_scheduler, memory_info, model_info, ping" in str(result.error)
     engine.send(a_request())
     engine.run()
     assert engine.end() == "length"
+
+
+def test_arguments_that_a_workers_method_does_not_take_are_the_callers_fault() -> None:
+    result = an_engine().call("collective_rpc", "ping", 1)
+
+    assert (result.error_kind, "ping" in str(result.error)) == ("invalid", True)
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "x/" * 3000, "a\0b"])
+def test_a_path_that_no_file_can_have_is_the_callers_fault(path: str) -> None:
+    assert an_engine().call("update_weights", path, "v2").error_kind == "invalid"
 
 
 def test_profiles_need_a_folder_of_the_operators_and_a_real_device(tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ class ScriptedCore:
         except trio.EndOfChannel:
             raise EngineDeadError(str(self.kill_reason)) from None
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, for_good: bool = False) -> None:
         if self.kill_reason is None:
             self.kill_reason = reason
         self._send.close()

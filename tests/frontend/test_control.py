@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -382,11 +383,11 @@ async def test_remote_calls_name_what_there_is_and_have_a_time_limit() -> None:
     async with open_fake_llm() as fake:
         (info,) = await fake.llm.collective_rpc("model_info")
         assert info["weight_version"] == "default"
-        with pytest.raises(EngineGenerateError, match="check_scheduler, memory_info, model_info, ping"):
+        with pytest.raises(InvalidRequestError, match="check_scheduler, memory_info, model_info, ping"):
             await fake.llm.collective_rpc("shutdown")
         with pytest.raises(InvalidRequestError, match="plain values"):
             await fake.llm.collective_rpc("ping", [{}])  # type: ignore[list-item]
-        for timeout_s in (0, -1, float("nan"), float("inf")):
+        for timeout_s in (0, -1, float("nan"), float("inf"), 86401, 10**400):
             with pytest.raises(InvalidRequestError, match="timeout"):
                 await fake.llm.collective_rpc("ping", timeout_s=timeout_s)
 
@@ -460,3 +461,23 @@ async def test_leaving_the_block_ends_calls_that_wait_outside_of_it() -> None:
 
     assert len(ends) == 3
     assert all("was left" in text for text in ends)
+
+
+@pytest.mark.parametrize("strange", [[1], {"a": 1}, b"x", 2**70, "\ud800", object(), Path("/tmp")])
+async def test_what_the_engine_cannot_read_is_refused_and_holds_up_no_other_call(strange: Any) -> None:
+    async with open_fake_llm() as fake:
+        llm = fake.llm
+        calls: list[Callable[[], Awaitable[None]]] = [
+            lambda: llm.sleep(strange),
+            lambda: llm.wake_up([strange]),
+            lambda: llm.pause_generation(mode=strange),
+            lambda: llm.update_weights(strange, version="v2"),
+            lambda: llm.update_weights("/tmp", version=strange),
+        ]
+        for call in calls:
+            with trio.fail_after(BOUND_S), pytest.raises(InvalidRequestError):
+                await call()
+
+        assert not await llm.is_sleeping()
+        await llm.sleep()
+        await llm.wake_up()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -24,6 +24,7 @@ from trio_llm.errors import (
 )
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.pooled import cosine, run_in_order
+from trio_llm.frontend.sessions import StreamingInput
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
@@ -448,3 +449,24 @@ async def test_cancelling_at_every_checkpoint_leaves_nothing_behind(
         num_checkpoints = await cancel_at_every_checkpoint(lambda: work(fake.llm), lambda: check_the_next_request(fake))
 
         assert num_checkpoints >= least, "so few checkpoints that the work was hardly interrupted anywhere"
+
+
+@pytest.mark.parametrize("strange", [SamplingParams(), {}, "embed", 1])
+async def test_an_embedding_takes_the_parameters_of_one(strange: Any) -> None:
+    async with open_fake_llm() as fake:
+        with pytest.raises(InvalidRequestError, match="PoolingParams"):
+            await fake.llm.encode("Hello", strange)
+        assert not fake.llm.requests
+
+
+@pytest.mark.parametrize("strange", [PoolingParams(), {}, "x", 0])
+async def test_an_answer_takes_the_parameters_of_one(strange: Any) -> None:
+    async def inputs() -> AsyncIterator[StreamingInput]:
+        yield StreamingInput("Hello")
+
+    async with open_fake_llm() as fake:
+        for prompt in ("Hello", inputs()):
+            with pytest.raises(InvalidRequestError, match="SamplingParams"):
+                async with fake.llm.generate(prompt, strange):
+                    pytest.fail("it was let in")
+        assert not len(fake.llm._live)

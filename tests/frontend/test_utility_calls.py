@@ -7,7 +7,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.frontend.scripted_core import ScriptedCore
-from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError
+from trio_llm.errors import EngineDeadError, EngineGenerateError, InvalidRequestError
 from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.wire.messages import UtilityCall, UtilityResult
 
@@ -113,7 +113,7 @@ async def test_a_call_in_a_cancelled_task_is_not_sent() -> None:
 
 async def test_a_call_that_cannot_be_sent_leaves_nothing() -> None:
     callers = Callers()
-    with pytest.raises(CodecError):
+    with pytest.raises(InvalidRequestError):
         await callers.utilities.call("a", 2**70)
 
     assert not callers.utilities._waiting

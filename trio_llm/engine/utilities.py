@@ -5,6 +5,7 @@ Owned by EngineCore, which sees to it that no step is in flight where a method n
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, get_args
@@ -154,7 +155,11 @@ class Utilities:
         method = self._worker_methods.get(name) if isinstance(name, str) else None
         if method is None:
             known = ", ".join(sorted(self._worker_methods))
-            raise LookupError(f"the workers have no method {str(name)[:100]!r}; there are {known}")
+            raise InvalidRequestError(f"the workers have no method {str(name)[:100]!r}; there are {known}", "method")
+        try:
+            inspect.signature(method).bind(*args)
+        except TypeError as error:
+            raise InvalidRequestError(f"{name}: {error}", "args") from error
         return method(*args)
 
     # -------------------------------------------------------------------------------------- changing
@@ -214,7 +219,7 @@ class Utilities:
     def _update_weights(self, path: PlainValue, version: PlainValue) -> dict[str, PlainValue]:
         if not isinstance(version, str) or not 1 <= len(version) <= _MAX_VERSION_CHARS:
             raise InvalidRequestError(f"version must be a string of 1 to {_MAX_VERSION_CHARS} characters", "version")
-        if not isinstance(path, str) or not path or not Path(path).is_dir():
+        if not isinstance(path, str) or not path or not _is_folder(path):
             raise InvalidRequestError(f"path {path!r} is not a directory with weights in Hugging Face form", "path")
         if self.state.residence not in (Residence.AWAKE, Residence.ONLY_WEIGHTS):
             raise InvalidRequestError("the weights are asleep; call wake_up with the tag weights before")
@@ -234,3 +239,10 @@ class Utilities:
 
     def _stop_profile(self) -> str | None:
         return self._executor.stop_profile()
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:  # a name that is too long, a folder that we may not look into
+        return False

@@ -172,7 +172,8 @@ class AsyncLLM(ControlCalls, EngineClient):
         request_id: str | None = None,
         priority: int = 0,
     ) -> PoolingOutput:
-        wish = Wish(external_id=_external_id(request_id), params=params or PoolingParams(), priority=priority)
+        chosen = params if params is not None else PoolingParams()
+        wish = Wish(external_id=_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority)
         admit = partial(self._entrance.admit, prompt, wish)
         async with GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit) as stream:
             output = await anext(stream)
@@ -294,7 +295,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         try:
             renderer = await self._load_renderer(model)
         except EngineStartupError as error:
-            self._core.kill(str(error))
+            self._core.kill(str(error), for_good=True)
             return
         self._live.processor = OutputProcessor(renderer.token_table)
         model = self._ready_message.model  # another engine's, if the first one died meanwhile
@@ -360,7 +361,9 @@ class AsyncLLM(ControlCalls, EngineClient):
     def _on_utility_result(self, result: UtilityResult) -> None:
         if result.call_id != NOBODY:
             self._utilities.resolve(result)
-        elif result.error is not None:
+            return
+        self._control.has_replayed()
+        if result.error is not None:
             # Requests must not go on with, say, other weights than they began with.
             self._core.kill(f"a fresh engine could not be brought to where the dead one was: {result.error}")
 

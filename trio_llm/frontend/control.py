@@ -17,6 +17,7 @@ from typing import Any, Final
 import msgspec
 import trio
 
+from trio_llm.config import DAY_S
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -26,6 +27,7 @@ from trio_llm.errors import (
     TrioLLMError,
 )
 from trio_llm.frontend.control_state import ControlState
+from trio_llm.frontend.text.quoting import quote
 from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.wire.messages import PlainValue, UtilityCall
 
@@ -66,17 +68,25 @@ class EngineControl:
         self._check_ready = check_ready
         self._jobs: deque[_Job] = deque()
         """Not over, in order; the first may have begun."""
+        self._num_replayed = 0
+        """Calls of the newest replay that are not answered."""
         self._waiting_for_jobs = trio.lowlevel.ParkingLot()
         self._is_over = False
 
     def replay(self) -> list[UtilityCall]:
         """What brings a fresh engine to where this one was: see `ControlState.replay`."""
-        return self.state.replay()
+        calls = self.state.replay()
+        self._num_replayed = len(calls)
+        return calls
+
+    def has_replayed(self) -> None:
+        """The engine has answered one of them."""
+        self._num_replayed -= 1
 
     @property
     def is_under_way(self) -> bool:
-        """A call is being made, which may take the engine long, and its loop with it."""
-        return bool(self._jobs) and self._jobs[0].has_begun
+        """A call is being made, a replayed one also, which may take the engine long, and its loop with it."""
+        return self._num_replayed > 0 or (bool(self._jobs) and self._jobs[0].has_begun)
 
     def check_awake(self) -> None:
         """Raises:
@@ -198,8 +208,10 @@ class ControlCalls:
     ) -> list[Any]:
         if strange := [one for one in args if not isinstance(one, PlainValue)]:
             raise InvalidRequestError(f"args must be plain values, not {type(strange[0]).__name__}", "args")
-        if timeout_s is not None and not 0 < timeout_s < math.inf:
-            raise InvalidRequestError(f"timeout must be above 0 seconds, not {timeout_s}", "timeout")
+        if timeout_s is not None and not 0 < timeout_s <= DAY_S:
+            raise InvalidRequestError(
+                f"timeout must be above 0 and up to {DAY_S} seconds, not {quote(timeout_s)}", "timeout"
+            )
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
             return [await self._control.ask("collective_rpc", method, *args)]
         raise RequestTimeoutError(f"the worker has not answered {method[:100]!r} within {timeout_s:g} seconds")

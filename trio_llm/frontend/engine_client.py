@@ -322,10 +322,15 @@ class EngineClient(LibraryCalls):
 
         The names: `ping`, `memory_info` (bytes), `model_info`, `check_scheduler`.
 
+        Args:
+            timeout_s: up to a day.
+
         Cancellation: the answer is dropped.
 
         Raises:
-            EngineGenerateError: there is no such method, which the text says with those there are, or it failed.
+            InvalidRequestError: there is no such method, which the text says with those there are, or it takes no such
+                arguments.
+            EngineGenerateError: it failed.
             RequestTimeoutError: no answer came in time.
         """
         self._refuse("collective_rpc")

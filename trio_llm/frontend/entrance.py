@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import trio
 
+from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.deadlines import seconds_left
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.input_processor import check_cache_salt, check_priority, check_request_id, make_internal_id
@@ -24,10 +25,12 @@ __all__ = ["Entrance", "Wish"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wish:
-    """What a caller asks for besides the prompt. Not checked yet."""
+    """What a caller asks for besides the prompt. Not checked yet, the types neither."""
 
     external_id: str
     params: SamplingParams | PoolingParams
+    kind: type[SamplingParams] | type[PoolingParams] = SamplingParams
+    """Of parameters, that this can be asked for with."""
     priority: int = 0
     cache_salt: str | None = None
 
@@ -56,6 +59,7 @@ class Entrance:
         """
         arrived_s = trio.current_time()
         check_request_id(wish.external_id)
+        _check_kind(wish)
         self._client.check_admission()
         renderer, params = self._client.renderer, wish.params
         token_ids = await renderer.render_prompt(prompt)
@@ -81,8 +85,9 @@ class Entrance:
         self, inputs: AsyncIterable[StreamingInput], wish: Wish, nursery: trio.Nursery
     ) -> LiveRequest:
         """Register a session, whose inputs are read in `nursery`. Cancellation and errors: as `admit`."""
-        assert isinstance(wish.params, SamplingParams)
         check_request_id(wish.external_id)
+        _check_kind(wish)
+        assert isinstance(wish.params, SamplingParams)
         check_priority(wish.priority)
         check_cache_salt(wish.cache_salt)
         check_session_params(wish.params)
@@ -117,3 +122,12 @@ class Entrance:
             await session.run()
         finally:
             self._sessions.remove(session)
+
+
+def _check_kind(wish: Wish) -> None:
+    """
+    Raises:
+        InvalidRequestError: an answer was asked for with the parameters of a vector, or the other way round.
+    """
+    if not isinstance(wish.params, wish.kind):
+        raise InvalidRequestError(f"params must be {wish.kind.__name__}, not {type(wish.params).__name__}", "params")

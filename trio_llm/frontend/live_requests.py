@@ -45,8 +45,8 @@ class LiveRequest:
     clock: RequestClock
     has_first_token: bool = False
     """Of its answer; of a session: of the newest one."""
-    sent_s: float = 0.0
-    """When its deadline was counted from; Trio's clock."""
+    counted_from_s: float = 0.0
+    """When the seconds of its deadline began; Trio's clock."""
 
 
 class LiveRequests:
@@ -104,7 +104,8 @@ class LiveRequests:
         lives: list[LiveRequest] = []
         for index, child in enumerate(children):
             state = self.processor.add(child, external_id, index=index, family=family)
-            lives.append(LiveRequest(state, collector, RequestClock(arrived_s)))
+            clock = RequestClock(arrived_s)
+            lives.append(LiveRequest(state, collector, clock, counted_from_s=trio.current_time()))
             self.register(lives[-1])
         try:
             for live in lives:
@@ -134,6 +135,7 @@ class LiveRequests:
                 state.is_dropped = False
                 deadline_s = seconds_left if state.num_expired < _MAX_EXPIRED else None
                 state.request = msgspec.structs.replace(state.request, deadline_s=deadline_s)
+                self.by_state[state].counted_from_s = trio.current_time()
                 self._send_request(self.by_state[state], state.request)
 
     # -------------------------------------------------------------------------------------- sessions
@@ -235,14 +237,19 @@ class LiveRequests:
             self.end_in_engine(states)
         return len(states_of_reader)
 
-    def bury_family(self, state: RequestState) -> list[RequestState]:
+    def bury_family(self, state: RequestState, *, reason: FinishReason = "abort") -> list[RequestState]:
         """Nobody reads this request and the other choices any more. Returns those that were not over, for
-        `end_in_engine`."""
+        `end_in_engine`.
+
+        Args:
+            reason: that this one counts with; the others are aborted.
+        """
         if self.processor is None:
             return []
         ended = [member for member in self.processor.family_of(state) if self.processor.bury(member)]
         for member in ended:
-            self._recorder.request_finished(member, self.by_state[member].clock, "abort")
+            own_reason = reason if member is state else "abort"
+            self._recorder.request_finished(member, self.by_state[member].clock, own_reason)
         return ended
 
     def end_in_engine(self, states: Iterable[RequestState]) -> None:
@@ -274,6 +281,8 @@ class LiveRequests:
         """The engine has dropped it, uncomputed: its reader may send it again."""
         request.state.num_tokens_when_sent = None
         request.collector.must_resubmit = True
+        if request.state.num_deaths:  # whoever is to be tried next does not wait for a reader
+            self._try_after(request.state)
 
     def _drop(self, state: RequestState) -> None:
         """Forget a request that the engine does not have."""
@@ -291,6 +300,10 @@ class LiveRequests:
     def is_cleared(self, state: RequestState) -> None:
         """A request that engines have died of, perhaps, has got a token, or is over."""
         state.num_deaths = 0
+        self._try_after(state)
+
+    def _try_after(self, state: RequestState) -> None:
+        """What waits for this one to be cleared is sent, if that is what it was."""
         for next_one in self._resumption.is_over(state):
             self._resume(next_one)
 
@@ -311,7 +324,7 @@ class LiveRequests:
             )
             logger.error("request %s is given up: %s", culprit.external_id, error)
             self.by_state[culprit].collector.put_error(error)
-            self.end_in_engine(self.bury_family(culprit))
+            self.end_in_engine(self.bury_family(culprit, reason="error"))
         self._recorder.engine_gone()
 
     def resume(self) -> None:
@@ -347,7 +360,6 @@ class LiveRequests:
             CodecError: it has no form on the wire.
         """
         self._send(message)
-        live.sent_s = trio.current_time()
         if self._has_engine:
             live.state.num_tokens_when_sent = live.state.num_tokens
 
@@ -364,7 +376,7 @@ def _resumed(live: LiveRequest, now_s: float) -> EngineCoreRequest:
     deadline_s = request.deadline_s
     if deadline_s is not None:
         # Of no meaning once something was computed.
-        deadline_s = None if state.num_tokens else max(0.0, deadline_s - (now_s - live.sent_s))
+        deadline_s = None if state.num_tokens else max(0.0, deadline_s - (now_s - live.counted_from_s))
     return msgspec.structs.replace(
         request,
         prompt_token_ids=list(request.prompt_token_ids),  # a session's list grows

@@ -9,6 +9,7 @@ from itertools import count
 import trio
 
 from trio_llm.errors import (
+    CodecError,
     EngineDeadError,
     EngineGenerateError,
     EngineUnavailableError,
@@ -16,6 +17,7 @@ from trio_llm.errors import (
     NotSupportedError,
 )
 from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.wire.codec import decode_to_engine, encode
 from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
 
 __all__ = ["UtilityCalls"]
@@ -51,6 +53,15 @@ def _error_of_deaths(waiting: _Waiting, reason: str) -> EngineGenerateError | En
     )
 
 
+def _check_has_form(method: str, args: Sequence[PlainValue]) -> None:
+    """Now, also while there is no engine: whoever asks gets the error, and not whoever sends it to the next one. What
+    the engine cannot read it drops, and never answers."""
+    try:
+        decode_to_engine(encode(UtilityCall(0, method, list(args))))
+    except CodecError as error:
+        raise InvalidRequestError(f"{method[:100]!r} cannot be sent to the engine: {error}") from error
+
+
 class UtilityCalls:
     """Numbers calls and gives each its own answer."""
 
@@ -77,13 +88,15 @@ class UtilityCalls:
         Raises:
             EngineGenerateError: the method failed, or there is none of that name; or `max_deaths` engines died.
             EngineUnavailableError: the engine died, and `max_deaths` is 1.
-            InvalidRequestError: the arguments are at fault; the engine has changed nothing.
+            InvalidRequestError: the arguments are at fault, or have no form on the wire; the engine has changed
+                nothing.
             NotSupportedError: this engine cannot do that.
             EngineDeadError: the engine is gone, or went while this waited.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._dead_error is not None:
             raise type(self._dead_error)(*self._dead_error.args)
+        _check_has_form(method, args)
         call_id = next(self._numbers)
         send, receive = trio.open_memory_channel[_Answer](1)
         waiting = _Waiting(UtilityCall(call_id, method, list(args)), send, max_deaths)

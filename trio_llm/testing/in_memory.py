@@ -77,7 +77,7 @@ class InMemoryCoreClient:
             self._has_output = trio.Event()
         return messages
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, for_good: bool = False) -> None:
         """End the engine; what it has sent still arrives. A step in flight is lost."""
         if self._dead_reason is None:
             self._dead_reason = reason

@@ -13,14 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.executor.test_torch_executor import make_prompt
 from tests.engine.test_utilities import Engine
-from tests.engine.tiny_models import CONFIGS, load, save_model
+from tests.engine.tiny_models import CONFIGS, load, save_classifier, save_model
 from trio_llm.config import EngineConfig
 from trio_llm.engine.control_machine import WeightsPlace
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import DeviceLostError
 from trio_llm.engine.executor.torch_executor import TorchExecutor
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import EngineCoreRequest
+from trio_llm.wire.messages import NO_SAMPLING, EngineCoreRequest
 
 KINDS = ["llama with an untied head", "gpt2 with learned positions"]
 """The second one's head is tied to its embeddings."""
@@ -268,3 +269,42 @@ def test_a_profile_is_a_trace_in_the_operators_folder(tmp_path: Path) -> None:
     events = json.loads(paths[0].read_text())["traceEvents"]
     assert any("aten::" in str(event.get("name")) for event in events)
     assert answers(engine, "a") == fresh_answers(folder)
+
+
+def test_another_model_is_refused_before_its_weights_are_read(tmp_path: Path, folder: Path) -> None:
+    engine = an_engine(folder)
+    fields = json.loads((folder / "config.json").read_text())
+    for name in ("intermediate_size", "n_inner"):  # of the one kind or of the other
+        fields[name] = 10**12
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    result = engine.call("update_weights", str(tmp_path), "v2")
+
+    assert result.error_kind == "invalid"
+    assert "another one than the one that is served" in str(result.error)
+
+
+def test_a_classifier_takes_new_weights_and_reads_its_own_again_after_sleep(tmp_path: Path) -> None:
+    config = CONFIGS[KINDS[0]]
+    old, new = (
+        save_classifier(tmp_path / name, config, num_labels=3, seed=seed) for name, seed in (("a", 0), ("b", 1))
+    )
+    engine, fresh = an_engine(old), an_engine(new)
+
+    first = classes(engine, "first")
+    engine.ask("sleep", 2)
+    engine.ask("wake_up")
+    assert classes(engine, "again") == first
+
+    engine.ask("update_weights", str(new), "v2")
+    assert classes(engine, "new") == classes(fresh, "new")
+    assert classes(engine, "newer") != first
+
+
+def classes(engine: Engine, name: str) -> bytes:
+    params = PoolingParams(task="classify")
+    engine.send(EngineCoreRequest(name, make_prompt(20), NO_SAMPLING, pooling_params=params))
+    engine.run()
+    (row,) = [row for row in engine.rows if row.request_id == name]
+    assert row.pooled
+    return row.pooled

@@ -55,7 +55,7 @@ class Incarnation:
             return self._messages.pop()
         raise EngineDeadError(self._reason)
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, for_good: bool = False) -> None:
         self._reason = reason
 
 
@@ -125,6 +125,20 @@ async def test_an_engine_that_was_never_ready_is_not_started_again(autojump_cloc
     *_, last = await run(engines, 5)
 
     assert str(last) == "death of 1"
+    assert list(engines.made) == [1]
+
+
+async def test_an_engine_that_is_killed_for_good_is_not_started_again(autojump_clock: MockClock) -> None:
+    engines = Engines()
+    client = RestartingClient(engines.make, RestartPolicy(5))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.run)
+        assert await client.receive() == [Ready(1, MODEL)]
+        client.kill("its files are broken", for_good=True)
+        heard = await read(client)
+        nursery.cancel_scope.cancel()
+
+    assert [str(one) for one in heard] == ["its files are broken"]
     assert list(engines.made) == [1]
 
 

@@ -64,6 +64,17 @@ async def test_a_client_without_control_is_501_or_its_body_is_400_and_other_meth
     assert other.status == 405
 
 
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_a_web_page_in_a_browser_can_control_nothing(method: str, path: str) -> None:
+    async with open_dev_server() as (llm, server):
+        reply = await server.call(method, path, headers={"Origin": "http://a-page.example"})
+
+        assert (reply.status, reply.error["type"]) == (403, "permission_error")
+        assert not await llm.is_sleeping()
+        assert not await llm.is_paused()
+        assert await works(server)
+
+
 def test_dev_mode_is_for_loopback_alone() -> None:
     with pytest.raises(ConfigError, match="--dev-mode"):
         ServerConfig(host="0.0.0.0", allow_unauthenticated=True, dev_mode=True)
@@ -134,9 +145,11 @@ async def test_a_remote_call_answers_for_each_worker() -> None:
     async with open_dev_server() as (_, server):
         reply = await server.call("POST", "/collective_rpc", {"method": "model_info", "args": [], "timeout": 5})
         unknown = await server.call("POST", "/collective_rpc", {"method": "shutdown"})
+        strange = await server.call("POST", "/collective_rpc", {"method": "ping", "args": ["deep"]})
+        long = await server.call("POST", "/collective_rpc", {"method": "ping", "args": None, "timeout": 86400})
 
     assert [one["weight_version"] for one in reply.json["results"]] == ["default"]
-    assert unknown.status == 500
+    assert (unknown.status, strange.status, long.status) == (400, 400, 200)
     assert "memory_info" in unknown.error["message"]
 
 
@@ -152,6 +165,13 @@ async def test_a_remote_call_answers_for_each_worker() -> None:
         {"method": "ping", "timeout": "5"},
         {"method": "ping", "timeout": 0},
         {"method": "ping", "timeout": True},
+        {"method": "ping", "timeout": 86401},
+        {"method": "ping", "timeout": 10**400},
+        {"method": "ping", "args": [2**70]},
+        {"method": "ping", "args": False},
+        {"method": "ping", "args": 0},
+        {"method": "ping", "args": ""},
+        {"method": "ping", "args": {}},
         {"method": "ping", "kwargs": {}},
     ],
 )
@@ -166,11 +186,12 @@ async def test_weights_come_from_below_the_root_alone(tmp_path: Path) -> None:
     outside.mkdir()
     (root / "link").symlink_to(outside)
     (root / "inner").symlink_to(root / "new")
+    (root / "loop").symlink_to("loop")
     async with open_dev_server(weights_root=str(root)) as (llm, server):
-        for path in ("..", "../outside", str(outside), "link", "/", "new/../../outside", "a\0b"):
+        for path in ("..", "../outside", str(outside), "link", "/", "new/../../outside", "a\0b", "loop", "loop/new"):
             reply = await server.call("POST", "/update_weights", {"path": path, "version": "v"})
             assert (reply.status, reply.error["param"]) == (400, "path"), path
-        for path in ("missing", str(root / "missing")):
+        for path in ("missing", str(root / "missing"), "x" * 300, "x/" * 3000):
             assert (await server.call("POST", "/update_weights", {"path": path, "version": "v"})).status == 400
         (info,) = await llm.collective_rpc("model_info")
         assert info["weight_version"] == "default"

@@ -30,7 +30,7 @@ from trio_llm.engine.models.paged_attention import (
 )
 from trio_llm.errors import EngineStartupError
 
-__all__ = ["CausalLM", "HiddenStates", "KVShape", "ModelKind", "load_causal_lm"]
+__all__ = ["CausalLM", "HiddenStates", "KVShape", "ModelKind", "load_causal_lm", "read_config"]
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -250,10 +250,7 @@ def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device, kind:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()
     register()
-    try:
-        config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        raise EngineStartupError(f"MODEL {str(model_dir)!r}: cannot read config.json: {_first_line(error)}") from error
+    config = read_config(model_dir)
     _check_config(config, model_dir, kind)
     try:
         model, report = kind.auto_class.from_pretrained(
@@ -282,6 +279,18 @@ def load_causal_lm(model_dir: Path, *, dtype: DType, device: torch.device, kind:
             f"MODEL {str(model_dir)!r} does not fit into the memory of {device}: {_first_line(error)}"
         ) from error
     return kind.wrap(model, model_dir=model_dir)
+
+
+def read_config(model_dir: Path) -> Any:
+    """The configuration of a model, as transformers knows it. Reads no weights and runs no code.
+
+    Raises:
+        EngineStartupError: there is none that can be read.
+    """
+    try:
+        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    except Exception as error:
+        raise EngineStartupError(f"MODEL {str(model_dir)!r}: cannot read config.json: {_first_line(error)}") from error
 
 
 def _check_config(config: Any, model_dir: Path, kind: ModelKind) -> None:

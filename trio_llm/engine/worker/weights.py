@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from trio_llm.engine.control_machine import WeightsPlace
 from trio_llm.engine.executor.base import DeviceLostError
-from trio_llm.engine.models.causal_lm import CausalLM, load_causal_lm
+from trio_llm.engine.models.causal_lm import CausalLM, read_config
+from trio_llm.engine.models.classifier import load_model
 from trio_llm.errors import EngineStartupError
 
 __all__ = ["WeightStore"]
@@ -36,6 +37,7 @@ class WeightStore:
         self._device = model.device
         self._dtype: Any = str(model.kv_shape.dtype).removeprefix("torch.")
         self._source = source
+        self._config = _plain(read_config(source))
         self._place = WeightsPlace.DEVICE
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._module.state_dict().items()}
 
@@ -92,11 +94,12 @@ class WeightStore:
 
     def _read(self, source: Path) -> dict[str, Tensor]:
         """All tensors of a directory, on the host, in the model's dtype; they fit the model."""
-        module = load_causal_lm(source, dtype=self._dtype, device=torch.device("cpu")).module
-        if difference := _find_difference(_plain(self._module.config), _plain(module.config)):
+        # Before anything is read: the weights of another model may be more than there is memory for.
+        if difference := _find_difference(self._config, _plain(read_config(source))):
             raise EngineStartupError(
                 f"the model in {str(source)!r} is another one than the one that is served: {difference}"
             )
+        module = load_model(source, dtype=self._dtype, device=torch.device("cpu")).module
         state: dict[str, Tensor] = module.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if difference := _find_difference(self._shapes, shapes):

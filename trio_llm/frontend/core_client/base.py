@@ -51,6 +51,10 @@ class CoreClient(Protocol):
         """
         ...
 
-    def kill(self, reason: str) -> None:
-        """End the engine now, because of a fault that it cannot know. `receive` tells it, with this reason."""
+    def kill(self, reason: str, *, for_good: bool = False) -> None:
+        """End the engine now, because of a fault that it cannot know. `receive` tells it, with this reason.
+
+        Args:
+            for_good: the next engine would have the same fault: there is to be none.
+        """
         ...

@@ -137,7 +137,7 @@ class OneEngineClient:
             if wanted:
                 return wanted
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, for_good: bool = False) -> None:
         if self._kill_reason is None:
             self._kill_reason = reason
         if self._process is not None:

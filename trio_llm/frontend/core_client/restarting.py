@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 class RestartingClient:
     """Implements `CoreClient`. An engine that dies before it was ever ready is not started again: it would die again.
+    Nor is one that is killed for good.
 
     Args:
         make: the client of one incarnation, which counts from 1.
@@ -40,6 +41,8 @@ class RestartingClient:
         """Of the incarnation."""
         self._was_ready = False
         """Any of them."""
+        self._is_last = False
+        """No other one is to follow."""
         self._delay_s = 0.0
         self._is_lost = trio.Event()
         self._is_started = trio.Event()
@@ -87,11 +90,12 @@ class RestartingClient:
             self._was_ready = any(isinstance(message, Ready) for message in messages)
         return messages
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, for_good: bool = False) -> None:
+        self._is_last = self._is_last or for_good
         self._client.kill(reason)
 
     def _plan_restart(self, reason: str) -> EngineLost:
-        if not self._was_ready:
+        if self._is_last or not self._was_ready:
             raise EngineDeadError(reason)
         delay_s = self._policy.next_delay_s(trio.current_time())
         if delay_s is None:
@@ -123,5 +127,5 @@ class _NeverStarted:
         await trio.lowlevel.checkpoint()
         raise EngineDeadError(self._reason)
 
-    def kill(self, reason: str) -> None:
+    def kill(self, reason: str, *, for_good: bool = False) -> None:
         pass

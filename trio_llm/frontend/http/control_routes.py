@@ -1,5 +1,6 @@
 """Control routes: the paths that change a running engine. There only with `--dev-mode`. The paths are vLLM's.
 
+Who can reach loopback can use them, web pages excepted.
 Used by the routes, which put them into their router.
 """
 
@@ -16,7 +17,9 @@ from starlette.routing import Route
 from trio_llm.config import ServerConfig
 from trio_llm.errors import InvalidRequestError, NotSupportedError
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.errors import WebPageError
 from trio_llm.frontend.http.json_body import parse_json_object
+from trio_llm.frontend.http.shell import ASGIApp, Receive, Scope, Send
 from trio_llm.wire.messages import PlainValue
 
 __all__ = ["MAX_ARGS", "control_routes"]
@@ -31,7 +34,7 @@ def control_routes(client: EngineClient, config: ServerConfig) -> list[Route]:
     """The routes. What they raise is for the shell to answer."""
     control = _ControlRoutes(client, config)
     post, get = ["POST"], ["GET"]
-    return [
+    routes = [
         Route("/sleep", control.sleep, methods=post),
         Route("/wake_up", control.wake_up, methods=post),
         Route("/is_sleeping", control.is_sleeping, methods=get),
@@ -44,6 +47,20 @@ def control_routes(client: EngineClient, config: ServerConfig) -> list[Route]:
         Route("/stop_profile", control.stop_profile, methods=post),
         Route("/update_weights", control.update_weights, methods=post),
     ]
+    for route in routes:
+        route.app = _not_for_web_pages(route.app)
+    return routes
+
+
+def _not_for_web_pages(app: ASGIApp) -> ASGIApp:
+    """Refuse what a browser sends for a web page: else any page that the operator looks at could reach loopback."""
+
+    async def guarded(scope: Scope, receive: Receive, send: Send) -> None:
+        if any(name == b"origin" for name, _ in scope["headers"]):
+            raise WebPageError
+        await app(scope, receive, send)
+
+    return guarded
 
 
 class _ControlRoutes:
@@ -96,7 +113,8 @@ class _ControlRoutes:
     async def collective_rpc(self, http: Request) -> Response:
         """POST /collective_rpc with `method`, `args` and `timeout`."""
         body = await _body(http, {"method", "args", "timeout"})
-        method, args, timeout_s = body.get("method"), body.get("args") or [], body.get("timeout")
+        method, args, timeout_s = body.get("method"), body.get("args"), body.get("timeout")
+        args = [] if args is None else args
         if not isinstance(method, str):
             raise InvalidRequestError("method must be a string", "method")
         is_list = isinstance(args, list) and len(args) <= MAX_ARGS
@@ -133,7 +151,7 @@ class _ControlRoutes:
         root = Path(self._weights_root).resolve()
         try:
             found = (root / path).resolve()
-        except (OSError, ValueError) as error:  # a loop of links, a NUL
+        except (OSError, RuntimeError, ValueError) as error:  # a loop of links (which is a RuntimeError), a NUL
             raise InvalidRequestError("path is not a path", "path") from error
         if not found.is_relative_to(root):
             raise InvalidRequestError("path leads out of --weights-root", "path")

@@ -29,6 +29,7 @@ __all__ = [
     "RequestHeadTooLargeError",
     "RouteNotFoundError",
     "TransferCodingError",
+    "WebPageError",
     "invalid_fields_error",
     "name_as_asked",
     "only_error",
@@ -66,6 +67,16 @@ class BodyTimeoutError(InvalidRequestError):
 
     def __init__(self, timeout_s: float) -> None:
         super().__init__(f"the request body did not arrive within {timeout_s:g} seconds")
+
+
+class WebPageError(InvalidRequestError):
+    """A browser has sent the request for a web page, and the path is for programs alone."""
+
+    status = 403
+    kind = "permission_error"
+
+    def __init__(self) -> None:
+        super().__init__("this path takes no requests of web pages (it came with an Origin header)")
 
 
 class HttpVersionError(InvalidRequestError):
