@@ -6,7 +6,6 @@ Implements `EngineClient` over a core client. The nursery of its tasks is held b
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -30,7 +29,7 @@ from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.engine_life import EngineLife
 from trio_llm.frontend.entrance import Entrance, Wish
-from trio_llm.frontend.input_processor import InputProcessor
+from trio_llm.frontend.input_processor import InputProcessor, make_external_id
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
@@ -152,7 +151,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         cache_salt: str | None = None,
     ) -> GenerateStream:
         wish = Wish(
-            external_id=_external_id(request_id),
+            external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
@@ -173,7 +172,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         priority: int = 0,
     ) -> PoolingOutput:
         chosen = params if params is not None else PoolingParams()
-        wish = Wish(external_id=_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority)
+        wish = Wish(external_id=make_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority)
         admit = partial(self._entrance.admit, prompt, wish)
         async with GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit) as stream:
             output = await anext(stream)
@@ -267,8 +266,6 @@ class AsyncLLM(ControlCalls, EngineClient):
     def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
         if not self.config.kv_events:
             raise NotSupportedError("this engine tells no KV events; set EngineConfig(kv_events=True)")
-        if max_unread < 1:
-            raise ValueError(f"max_unread must be at least 1, not {max_unread}")
         return self._kv_events.subscribe(max_unread)
 
     def do_log_stats(self) -> None:
@@ -397,7 +394,3 @@ class AsyncLLM(ControlCalls, EngineClient):
     def _check_ready(self) -> None:
         if self._life.dead_error is not None or self._model_config is None:
             raise self._life.not_ready()
-
-
-def _external_id(request_id: str | None) -> str:
-    return request_id if request_id is not None else uuid.uuid4().hex
