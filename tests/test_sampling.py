@@ -153,6 +153,14 @@ def test_a_tiny_temperature_counts_as_one_hundredth() -> None:
     assert SamplingParams(temperature=0).is_greedy
 
 
+@pytest.mark.parametrize("field", ["stop", "bad_words"])
+def test_a_number_among_strings_is_not_called_a_length(field: str) -> None:
+    fields: dict[str, Any] = {field: ["a", 3]}
+
+    with pytest.raises(InvalidRequestError, match=f"each of {field} must be a string of 1 to .* characters, not 3"):
+        SamplingParams(**fields)
+
+
 def test_one_stop_string_may_stand_alone() -> None:
     assert SamplingParams(stop="a").stop == ("a",)  # type: ignore[arg-type]
 

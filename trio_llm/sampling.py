@@ -199,7 +199,7 @@ def _check_stop(stop: Any) -> tuple[str, ...]:
     for text in stop:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequestError(
-                f"each stop string must have 1 to {MAX_STOP_STRING_CHARS} characters, not {_quote(text)}", "stop"
+                f"each of stop must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, not {_quote(text)}", "stop"
             )
         if not is_valid_text(text):
             raise InvalidRequestError("a stop string contains a lone surrogate, which is not valid text", "stop")
@@ -212,7 +212,8 @@ def _check_bad_words(words: Any) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
             raise InvalidRequestError(
-                f"each of bad_words must have 1 to {MAX_BAD_WORD_CHARS} characters, not {_quote(word)}", "bad_words"
+                f"each of bad_words must be a string of 1 to {MAX_BAD_WORD_CHARS} characters, not {_quote(word)}",
+                "bad_words",
             )
         if not is_valid_text(word):
             raise InvalidRequestError("one of bad_words has a lone surrogate, which is not valid text", "bad_words")

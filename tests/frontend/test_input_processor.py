@@ -5,6 +5,8 @@ Refusals of prompts are tested through `generate()`: tests/frontend/test_async_l
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
@@ -38,6 +40,22 @@ def test_prompt_and_answer_may_fill_the_context_and_no_more() -> None:
     assert processor.process([1] * 30, SamplingParams(max_tokens=70), request_id="r").params.max_tokens == 70
     with pytest.raises(PromptTooLongError, match=r"maximum context length is 100 .* 30 and max_tokens is 71"):
         processor.process([1] * 30, SamplingParams(max_tokens=71), request_id="r")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ([], "has no tokens"),
+        (None, "must be text or a list of token ids, not of type NoneType"),
+        (b"Once", "must be text or a list of token ids, not of type bytes"),
+        (["Once", "Twice"], "one of token ids, which are integers"),
+    ],
+)
+def test_a_prompt_of_another_type_is_not_called_an_empty_one(prompt: Any, words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words) as refused:
+        InputProcessor(MODEL).process(prompt, SamplingParams(), request_id="r")
+
+    assert refused.value.param == "prompt"
 
 
 def test_min_tokens_over_the_rest_of_the_context_is_refused() -> None:

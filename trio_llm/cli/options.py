@@ -272,7 +272,7 @@ MaxEngineRestarts = Annotated[
         "--max-engine-restarts",
         parser=parse_count,
         metavar="N",
-        help="In ten minutes; one more death is the end.",
+        help="Times that the engine is started again in ten minutes; one more death is the end.",
         rich_help_panel=_FAILURE,
     ),
 ]
@@ -281,8 +281,8 @@ StallTimeout = Annotated[
     typer.Option(
         "--stall-timeout",
         parser=parse_decimal,
-        metavar="SECONDS",
-        help="Without a step while there is work, or any sign of life; then the engine is killed.",
+        metavar="S",
+        help="Seconds without a step while there is work, or without any sign of life; then the engine is killed.",
         rich_help_panel=_FAILURE,
     ),
 ]

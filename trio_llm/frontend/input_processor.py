@@ -239,14 +239,17 @@ class InputProcessor:
         Args:
             room: tokens that the prompt must leave for an answer.
         """
-        if not isinstance(token_ids, list) or not token_ids:
+        if not isinstance(token_ids, list):
+            kind = type(token_ids).__name__
+            raise InvalidRequestError(f"the prompt must be text or a list of token ids, not of type {kind}", "prompt")
+        if not token_ids:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
         num_tokens = num_earlier_tokens + len(token_ids)
         if num_tokens > self._model.max_model_len - room:
             raise PromptTooLongError(limit=self._model.max_model_len, num_prompt_tokens=num_tokens, max_tokens=None)
         # type() and not isinstance(): True is an int, but no token id.
         if any(type(token_id) is not int for token_id in token_ids):
-            raise InvalidRequestError("the prompt's token ids must be integers", "prompt")
+            raise InvalidRequestError("a prompt that is a list must be one of token ids, which are integers", "prompt")
         if min(token_ids) < 0 or max(token_ids) >= self._model.logits_width:
             raise InvalidRequestError(
                 f"the prompt's token ids must be from 0 to {self._model.logits_width - 1}, the model's vocabulary",

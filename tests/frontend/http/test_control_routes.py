@@ -130,6 +130,9 @@ async def test_a_pause_holds_requests_until_the_resume(query: str) -> None:
         ("/wake_up?tags=x", "tags"),
         ("/pause?mode=stop", "mode"),
         ("/pause?clear_cache=maybe", "clear_cache"),
+        ("/sleep?levl=2", "level"),
+        ("/wake_up?tag=weights", "tags"),
+        ("/pause?mod=keep", "mode"),
     ],
 )
 async def test_a_wrong_query_is_400_and_changes_nothing(path: str, param: str) -> None:

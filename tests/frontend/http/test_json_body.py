@@ -73,6 +73,17 @@ def test_a_big_body_within_the_limits_is_read(value: Any) -> None:
     assert parse_json_object(body, None) == {"a": value}
 
 
+@pytest.mark.parametrize("body", [b"", b" \n"])
+def test_a_body_that_is_not_there_is_called_empty(body: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="the body is empty"):
+        parse_json_object(body, "application/json")
+
+
+def test_who_sends_a_form_is_told_the_header() -> None:
+    with pytest.raises(InvalidRequestError, match=r"not 'application/x-www-form-urlencoded'.*-H 'content-type"):
+        parse_json_object(b"{}", "application/x-www-form-urlencoded")
+
+
 VALUES = st.recursive(
     st.integers(-99, 99) | st.none() | st.text('"\\,[{:}]0x\n', max_size=6),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text('"\\,[{', max_size=3), inner, max_size=4),

@@ -103,6 +103,22 @@ async def test_an_engine_that_does_not_answer_is_stalled(autojump_clock: trio.te
     assert b'"status":"stalled"' in exchange.body
 
 
+async def test_an_engine_that_dies_while_it_is_asked_is_not_called_stalled(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    client = FakeClient()
+    client.health = trio.Event()
+    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path="/health")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(exchange.run)
+        await trio.testing.wait_all_tasks_blocked()
+        client.state = EngineStatus(state="recovering", reason="because")
+
+    assert exchange.status == 503
+    assert b'"status":"recovering"' in exchange.body
+    assert b'"reason":"because"' in exchange.body
+
+
 # -------------------------------------------------------------------------------- while not ready
 
 

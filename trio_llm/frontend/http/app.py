@@ -117,6 +117,9 @@ class App:
             with trio.fail_after(limit_s):
                 await self._client.check_health()
         except trio.TooSlowError:
+            status = self._client.status
+            if status.state != "ready":  # it died, or was sent to sleep, while it was asked
+                return _not_ready(status, status.state, status.reason)
             return _not_ready(status, "stalled", f"the engine's loop did not answer within {limit_s:g} s")
         except EngineUnavailableError as error:
             status = self._client.status

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+from starlette.datastructures import QueryParams
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -72,7 +73,7 @@ class _ControlRoutes:
 
     async def sleep(self, http: Request) -> Response:
         """POST /sleep?level=1."""
-        level = http.query_params.get("level", "1")
+        level = _query(http, "level").get("level", "1")
         if level not in ("1", "2"):
             raise InvalidRequestError(f"level must be 1 or 2, not {level[:100]!r}", "level")
         await self._client.sleep(int(level))
@@ -80,7 +81,7 @@ class _ControlRoutes:
 
     async def wake_up(self, http: Request) -> Response:
         """POST /wake_up?tags=weights&tags=kv_cache."""
-        await self._client.wake_up(http.query_params.getlist("tags") or None)
+        await self._client.wake_up(_query(http, "tags").getlist("tags") or None)
         return _done()
 
     async def is_sleeping(self, http: Request) -> Response:
@@ -89,8 +90,8 @@ class _ControlRoutes:
 
     async def pause(self, http: Request) -> Response:
         """POST /pause?mode=abort&clear_cache=true. With `wait` the answer comes when running requests are over."""
-        mode = http.query_params.get("mode", "abort")
-        clears = http.query_params.get("clear_cache", "true").lower()
+        query = _query(http, "mode", "clear_cache")
+        mode, clears = query.get("mode", "abort"), query.get("clear_cache", "true").lower()
         if clears not in _SWITCHES:
             raise InvalidRequestError(f"clear_cache must be true or false, not {clears[:100]!r}", "clear_cache")
         await self._client.pause_generation(mode=mode, clear_cache=_SWITCHES[clears])
@@ -156,6 +157,16 @@ class _ControlRoutes:
         if not found.is_relative_to(root):
             raise InvalidRequestError("path leads out of --weights-root", "path")
         return str(found)
+
+
+def _query(http: Request, *names: str) -> QueryParams:
+    """The query, with no other names, for the same reason as `_body`: a pause meant to keep would abort."""
+    if strange := sorted(set(http.query_params) - set(names)):
+        known = ", ".join(names)
+        raise InvalidRequestError(
+            f"there is no {strange[0][:100]!r} in the query here; there are {known}", strange[0][:100]
+        )
+    return http.query_params
 
 
 async def _body(http: Request, fields: set[str]) -> dict[str, Any]:

@@ -46,7 +46,12 @@ def parse_json_object(body: bytes, content_type: str | None) -> dict[str, Any]:
             a number like NaN, unless the body is big.
     """
     if content_type is not None and not _is_json(content_type):
-        raise InvalidRequestError(f"the content type must be application/json, not {quote(content_type)}")
+        raise InvalidRequestError(
+            f"the content type must be application/json, not {quote(content_type)}; "
+            "say so in the header content-type (with curl: -H 'content-type: application/json')"
+        )
+    if not body.strip():
+        raise InvalidRequestError("the body is empty; send a JSON object")
     is_big = len(body) > BIG_BODY_BYTES
     if is_big:
         _check_counts(body)
