@@ -25,6 +25,7 @@ _INT64 = 2**63
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
+MIN_STALL_TIMEOUT_S = 2.0
 DAY_S = 24 * 60 * 60
 """No wait that can be set is longer: what is meant is minutes, and the kernel's timers overflow at some point."""
 
@@ -130,6 +131,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         _check_positive("--max-engine-restarts", self.max_engine_restarts)
         _check_seconds("--stall-timeout", self.stall_timeout_s)
+        if self.stall_timeout_s < MIN_STALL_TIMEOUT_S:
+            raise ConfigError(
+                f"--stall-timeout must be at least {MIN_STALL_TIMEOUT_S:g} seconds, not {self.stall_timeout_s:g}: an "
+                "idle engine says something every second"
+            )
         if self.profile_dir == "":
             raise ConfigError("--profile-dir must not be empty")
         if self.max_num_seqs > self.max_num_batched_tokens:

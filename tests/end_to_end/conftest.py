@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,8 @@ def fragile_server() -> Iterator[Server]:
     """The embedded model in bfloat16. For one test, which kills the engine; the server then ends by itself."""
     server = Server.from_command_line(
         "the embedded model in bfloat16, and its engine's death",
+        "--on-engine-death",
+        "exit",
         "--dtype",
         "bfloat16",
         "--num-gpu-blocks-override",
@@ -40,14 +43,35 @@ def fragile_server() -> Iterator[Server]:
     server.stop()
 
 
-def start_fake_server(purpose: str, *, drain_timeout_s: float = 30.0, step_s: float = 0.02) -> Server:
-    """A server over a fake engine process: ready at once, a token each `step_s`."""
-    engine = EngineConfig(
-        fake=FakeEngineConfig(
-            model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH, step_s=step_s, max_model_len=100_000
-        ),
-        num_gpu_blocks_override=4000,
+def fake_engine(*, step_s: float = 0.02, script: str = "", killer: str | None = None, **settings: Any) -> EngineConfig:
+    """A fake engine that is ready at once and gives a token each `step_s`.
+
+    Args:
+        script: what every answer says, over and over; else bytes that follow from prompt and seed.
+        killer: a prompt that begins with this letter ends the engine.
+        settings: fields of EngineConfig.
+    """
+    fake = FakeEngineConfig(
+        model_dir=str(MODEL_DIR),
+        logits_width=LOGITS_WIDTH,
+        step_s=step_s,
+        max_model_len=100_000,
+        script=tuple(script.encode()),
+        killer_prompt=None if killer is None else ord(killer),
     )
-    server = Server.from_configs(purpose, engine, ServerConfig(port=0, drain_timeout_s=drain_timeout_s))
+    return EngineConfig(fake=fake, **{"num_gpu_blocks_override": 4000, **settings})
+
+
+def start_fake_server(
+    purpose: str, engine: EngineConfig | None = None, *, environment: Mapping[str, str] | None = None, **settings: Any
+) -> Server:
+    """A server over a fake engine process.
+
+    Args:
+        environment: as `Server`.
+        settings: fields of ServerConfig.
+    """
+    config = ServerConfig(port=0, **settings)
+    server = Server.from_configs(purpose, engine or fake_engine(), config, environment=environment)
     server.wait_until_ready()
     return server

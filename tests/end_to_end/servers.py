@@ -1,6 +1,7 @@
 """Real servers for tests: `trio-llm serve` as a process of its own, and the requests that tests send it.
 
-Used by the fixtures in `conftest.py`. Every engine process that a test run starts is counted here.
+Used by the fixtures in `conftest.py`. Every engine process that a test run starts is counted here, those that recovery
+starts again, too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,16 @@ import trio
 
 from trio_llm.config import EngineConfig, ServerConfig
 
-__all__ = ["ENGINE_COUNT", "Server", "Stream", "is_alive", "wait_until", "wait_until_sync"]
+__all__ = ["ENGINE_COUNT", "FAKE_ENGINE_COUNT", "Server", "Stream", "is_alive", "wait_until", "wait_until_sync"]
 
 BOUND_S = 120.0
 """No wait of a test is longer: something is wrong then."""
 
 ENGINE_COUNT: list[str] = []
-"""One entry for each engine process that this test run started: what it was for."""
+"""One entry for each engine process with torch that this test run started: what it was for."""
+
+FAKE_ENGINE_COUNT: list[str] = []
+"""The same for those with a fake device."""
 
 
 async def wait_until(condition: Callable[[], Any], *, within_s: float = BOUND_S) -> None:
@@ -96,26 +100,37 @@ class Server:
     Args:
         purpose: what it is started for, for the count of engine processes.
         command: what to run; its output must tell the URL.
+        environment: beside that of the tests.
     """
 
-    def __init__(self, purpose: str, command: list[str]) -> None:
-        ENGINE_COUNT.append(purpose)
+    def __init__(self, purpose: str, command: list[str], *, environment: Mapping[str, str] | None = None) -> None:
         # A file and not a pipe: nobody has to read it while the server writes.
         self._output = tempfile.NamedTemporaryFile(prefix="trio_llm-server-", suffix=".log")  # noqa: SIM115
         self.started_s = time.monotonic()
-        self.process = subprocess.Popen(command, stdout=self._output, stderr=subprocess.STDOUT)
+        self.process = subprocess.Popen(
+            command, stdout=self._output, stderr=subprocess.STDOUT, env={**os.environ, **(environment or {})}
+        )
 
     @classmethod
     def from_command_line(cls, purpose: str, *options: str) -> Server:
         """`trio-llm serve` on a free port."""
+        ENGINE_COUNT.append(purpose)
         command = [str(Path(sys.executable).with_name("trio-llm")), "serve", "--port", "0", *options]
         return cls(purpose, command)
 
     @classmethod
-    def from_configs(cls, purpose: str, engine: EngineConfig, server: ServerConfig) -> Server:
+    def from_configs(
+        cls,
+        purpose: str,
+        engine: EngineConfig,
+        server: ServerConfig,
+        *,
+        environment: Mapping[str, str] | None = None,
+    ) -> Server:
         """The same server, with what has no flag: a fake engine."""
+        FAKE_ENGINE_COUNT.append(purpose)
         configs = [msgspec.json.encode(config).decode() for config in (engine, server)]
-        return cls(purpose, [sys.executable, "-m", "tests.end_to_end.fake_server", *configs])
+        return cls(purpose, [sys.executable, "-m", "tests.end_to_end.fake_server", *configs], environment=environment)
 
     @property
     def output(self) -> str:
@@ -145,8 +160,13 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        (pid,) = [child for child in children_of(self.process.pid) if is_engine(child)]
+        (pid,) = self.engine_pids
         return pid
+
+    @property
+    def engine_pids(self) -> list[int]:
+        """None while an engine is dead and the next one is not started yet."""
+        return [child for child in children_of(self.process.pid) if is_engine(child)]
 
     def wait_exit(self) -> int:
         return self.process.wait(BOUND_S)
@@ -195,9 +215,10 @@ async def open_stream(client: httpx.AsyncClient, path: str, body: dict[str, Any]
 
 def is_engine(pid: int) -> bool:
     try:
-        return b"trio_llm.engine" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except FileNotFoundError:
+        command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
         return False
+    return b"trio_llm.engine" in command or b"tests.end_to_end.faulty_engine" in command
 
 
 def kill(pid: int) -> None:

@@ -16,6 +16,7 @@ import trio
 from tests.end_to_end.conftest import start_fake_server
 from tests.end_to_end.servers import (
     ENGINE_COUNT,
+    FAKE_ENGINE_COUNT,
     is_alive,
     is_engine,
     kill,
@@ -119,7 +120,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
 
 
 async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind() -> None:
-    ENGINE_COUNT.append("requests are cancelled over zmq")
+    FAKE_ENGINE_COUNT.append("requests are cancelled over zmq")
     fake = FakeEngineConfig(model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH)
     with trio.fail_after(120):
         async with open_llm(EngineConfig(fake=fake, num_gpu_blocks_override=200, max_num_queued_reqs=8)) as llm:
@@ -130,7 +131,7 @@ async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind
             await assert_idle(llm)
             await send_junk(llm)
             pid = llm._core.current.pid  # type: ignore[attr-defined]
-            folder = trio.Path(llm._core._folder)  # type: ignore[attr-defined]
+            folder = trio.Path(llm._core.current._folder)  # type: ignore[attr-defined]
             assert is_alive(pid)
             assert not await folder.exists(), "a front end that is killed must not leave it behind"
 

@@ -11,7 +11,7 @@ import httpx
 import pytest
 import trio
 
-from tests.end_to_end.servers import Server, is_alive, kill, open_stream, wait_until
+from tests.end_to_end.servers import ENGINE_COUNT, Server, is_alive, kill, open_stream, wait_until
 from trio_llm.config import EngineConfig
 from trio_llm.engine.models.locate import locate_model
 
@@ -237,3 +237,30 @@ async def test_an_idle_server_still_has_its_engine_after_fifteen_seconds(float32
     assert is_alive(float32_server.engine_pid)
     async with float32_server.client() as client:
         assert (await client.get("/health")).status_code == 200
+
+
+async def test_an_engine_that_is_killed_under_load_changes_no_answer(float32_server: Server) -> None:
+    """The last one: the server has another engine afterwards."""
+    async with float32_server.client() as client:
+        undisturbed = await run_load(client)
+        tokens = "vllm:generation_tokens_total"
+        first_pid, before = float32_server.engine_pid, await float32_server.metric(client, tokens)
+
+        async def disturb() -> None:
+            ENGINE_COUNT.append("the embedded model in float32 goes on after a death")
+            await wait_until(functools.partial(is_above, client, float32_server, tokens, before + 100))
+            kill(first_pid)
+
+        texts: dict[int, str] = {}
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(disturb)
+            texts = await run_load(client)
+
+        assert texts == undisturbed
+        assert float32_server.engine_pid != first_pid
+        assert "goes on with" in float32_server.output
+        await wait_until(functools.partial(float32_server.is_idle, client))
+
+
+async def is_above(client: httpx.AsyncClient, server: Server, name: str, value: float) -> bool:
+    return await server.metric(client, name) >= value

@@ -266,3 +266,70 @@ def test_a_request_aborted_on_demand_ends_with_what_was_held_back() -> None:
 
 def test_rows_of_requests_that_nobody_knows_are_dropped() -> None:
     assert OutputProcessor(TABLE).process(EngineCoreOutput("gone", 0, [1])) is None
+
+
+# ---------------------------------------------------------------------------------------- the short way
+
+ODDITIES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a stop string": {"stop": ("b",)},
+    "log-probabilities": {"logprobs": 0},
+    "of the prompt": {"prompt_logprobs": 0},
+    "all at the end": {"output_kind": RequestOutputKind.FINAL_ONLY},
+    "all so far": {"output_kind": RequestOutputKind.CUMULATIVE},
+}
+
+
+@given(data=st.data(), token_ids=st.lists(st.integers(0, WIDTH + 1), min_size=1, max_size=12))
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_the_short_way_of_a_row_gives_what_the_long_one_gives_or_leaves_the_row_alone(
+    oddity: str, data: Any, token_ids: list[int]
+) -> None:
+    short, long = Case(**ODDITIES[oddity]), Case(**ODDITIES[oddity])
+    start = 0
+    for piece in cuts(data, token_ids):
+        logprobs = [LogprobRow([t, 1], [-0.5, -1.0], 1) for t in piece] if oddity == "log-probabilities" else None
+        row = EngineCoreOutput("x-1", start, piece, logprobs, "length" if data.draw(st.booleans()) else None)
+        start += len(piece)
+        plain, expected = short.processor.take_plain(row), long.processor.process(row)
+        if plain is None:
+            processed = short.processor.process(row)
+            assert str(processed and processed.output) == str(expected and expected.output)
+            assert str(processed and processed.error) == str(expected and expected.error)
+        else:
+            assert oddity == "nothing"
+            assert expected is not None
+            assert plain == (short.state, expected.output)
+            assert expected.finish_reason is None
+            assert expected.error is None
+        assert (short.state.num_tokens, short.state.token_ids) == (long.state.num_tokens, long.state.token_ids)
+
+
+def test_nearly_every_row_goes_the_short_way() -> None:
+    case = Case()
+    ways = [case.processor.take_plain(EngineCoreOutput("x-1", 0, [97]))]
+    case.row([97])
+    ways += [case.processor.take_plain(EngineCoreOutput("x-1", i, [97])) for i in range(1, 5)]
+
+    assert [way is not None for way in ways] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("why", ["a tombstone", "a gap", "a repeat", "somebody else", "suspected"])
+def test_a_row_that_is_not_quite_usual_goes_the_long_way(why: str) -> None:
+    case = Case()
+    case.row([97])
+    start, request_id = 1, "x-1"
+    match why:
+        case "a tombstone":
+            case.processor.bury(case.state)
+        case "a gap":
+            start = 2
+        case "a repeat":
+            start = 0
+        case "somebody else":
+            request_id = "y-1"
+        case "suspected":
+            case.state.num_deaths = 1
+
+    assert case.processor.take_plain(EngineCoreOutput(request_id, start, [97])) is None
+    assert case.state.num_tokens == 1

@@ -257,9 +257,24 @@ async def test_a_call_that_waits_for_an_answer_gets_it_from_the_next_engine(auto
     async with open_fake_llm(**restarting()) as llm:
         llm.stall()
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(llm.check_health)
+            nursery.start_soon(llm.is_sleeping)
             await trio.sleep(0.1)
             llm.kill()
+
+
+async def test_a_look_at_the_health_of_an_engine_that_dies_meanwhile_finds_it_dead(autojump_clock: MockClock) -> None:
+    async with open_fake_llm(**restarting()) as llm:
+        llm.stall()
+        async with trio.open_nursery() as nursery:
+
+            async def look() -> None:
+                with pytest.raises(EngineUnavailableError, match="killed by the test"):
+                    await llm.check_health()
+
+            nursery.start_soon(look)
+            await trio.sleep(0.1)
+            llm.kill()
+        assert llm.status.state == "recovering"
 
 
 async def test_a_deadline_goes_on_while_there_is_no_engine(autojump_clock: MockClock) -> None:

@@ -6,7 +6,6 @@ Implements `EngineClient` over a core client. The nursery of its tasks is held b
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -30,13 +29,14 @@ from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.engine_life import EngineLife
 from trio_llm.frontend.entrance import Entrance, Wish
-from trio_llm.frontend.input_processor import InputProcessor
+from trio_llm.frontend.input_processor import InputProcessor, make_external_id
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.pooled import result_of
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.request_state import RequestState
 from trio_llm.frontend.request_stream import GenerateStream
 from trio_llm.frontend.sessions import StreamingInput
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
@@ -151,7 +151,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         cache_salt: str | None = None,
     ) -> GenerateStream:
         wish = Wish(
-            external_id=_external_id(request_id),
+            external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
@@ -172,7 +172,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         priority: int = 0,
     ) -> PoolingOutput:
         chosen = params if params is not None else PoolingParams()
-        wish = Wish(external_id=_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority)
+        wish = Wish(external_id=make_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority)
         admit = partial(self._entrance.admit, prompt, wish)
         async with GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit) as stream:
             output = await anext(stream)
@@ -232,7 +232,7 @@ class AsyncLLM(ControlCalls, EngineClient):
         self._check_ready()
         if self._life.lost is not None:
             raise self._life.not_ready()
-        await self._utilities.call("ping")
+        await self._utilities.call("ping", max_deaths=1)
 
     async def check_scheduler(self) -> dict[str, int]:
         """Let the engine assert its scheduler's invariants, and return its counts of requests and blocks.
@@ -266,8 +266,6 @@ class AsyncLLM(ControlCalls, EngineClient):
     def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
         if not self.config.kv_events:
             raise NotSupportedError("this engine tells no KV events; set EngineConfig(kv_events=True)")
-        if max_unread < 1:
-            raise ValueError(f"max_unread must be at least 1, not {max_unread}")
         return self._kv_events.subscribe(max_unread)
 
     def do_log_stats(self) -> None:
@@ -297,6 +295,7 @@ class AsyncLLM(ControlCalls, EngineClient):
             self._core.kill(str(error), for_good=True)
             return
         self._live.processor = OutputProcessor(renderer.token_table)
+        model = self._ready_message.model  # another engine's, if the first one died meanwhile
         self._renderer = renderer
         self._input_processor = InputProcessor(model)
         self._model_config = model
@@ -324,29 +323,37 @@ class AsyncLLM(ControlCalls, EngineClient):
         self._life.progress = progress
 
     def _on_ready(self, ready: Ready) -> None:
-        is_first = self._ready_message is None
-        self._ready_message = ready
+        before = self._ready_message
         self._life.ready()
-        if is_first or self._model_config is None:
-            self._has_ready_message.set()
-            return
-        if ready.model.logits_width != self._model_config.logits_width:
+        if before is not None and ready.model.logits_width != before.model.logits_width:
             self._core.kill("another model was found where the engine's was: requests cannot go on with that")
             return
-        self._model_config = ready.model
-        self._input_processor = InputProcessor(ready.model)
+        self._ready_message = ready
+        self._has_ready_message.set()
+        if before is None:
+            return
+        if self._model_config is not None:  # else the tokenizer is still being loaded
+            self._model_config = ready.model
+            self._input_processor = InputProcessor(ready.model)
         logger.warning("the engine is ready again and goes on with %d requests", len(self._live))
         self._recorder.engine_restarted()
-        # What control calls have made of the engine comes before any request.
+        # What control calls have made of the engine comes before any request, and calls that wait come after: one may
+        # ask for the end of what runs.
         for call in self._control.replay():
             self._core.send_nowait(call)
-        self._utilities.resume()
         self._live.resume()
+        self._utilities.resume()
 
     def _on_lost(self, lost: EngineLost) -> None:
         self._life.lose(lost)
         self._kv_events.clear()
-        self._utilities.lose_engine()
+        self._utilities.lose_engine(lost.reason)
+        self._live.lose_engine(lost.reason, could_run=self._could_run)
+
+    def _could_run(self, state: RequestState) -> bool:
+        control = self._control.state
+        # A pause that waits lets those go on that have begun.
+        return not control.is_held or (control.pause == "wait" and not control.is_asleep and state.num_tokens > 0)
 
     def _on_utility_result(self, result: UtilityResult) -> None:
         if result.call_id != NOBODY:
@@ -387,7 +394,3 @@ class AsyncLLM(ControlCalls, EngineClient):
     def _check_ready(self) -> None:
         if self._life.dead_error is not None or self._model_config is None:
             raise self._life.not_ready()
-
-
-def _external_id(request_id: str | None) -> str:
-    return request_id if request_id is not None else uuid.uuid4().hex

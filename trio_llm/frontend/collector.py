@@ -15,7 +15,7 @@ from trio_llm.frontend.text.parallel_sampling import repeat_choice
 from trio_llm.outputs import CompletionOutput, RequestOutput
 from trio_llm.sampling import RequestOutputKind
 
-__all__ = ["RepeatingCollector", "RequestOutputCollector"]
+__all__ = ["RepeatingCollector", "RequestOutputCollector", "Unread"]
 
 _PIECE_BYTES: Final = 350
 _TOKEN_BYTES: Final = 8
@@ -24,11 +24,15 @@ _LOGPROBS_BYTES: Final = 200
 
 
 @dataclass(slots=True)
-class _Unread:
+class _Pieces:
     """Several pieces in the one slot. They are joined when taken, so that merging costs the same each time."""
 
     pieces: list[RequestOutput]
     size_bytes: int
+
+
+Unread = RequestOutput | _Pieces
+"""What the one slot holds."""
 
 
 class RequestOutputCollector:
@@ -39,15 +43,15 @@ class RequestOutputCollector:
             choice by itself.
     """
 
-    __slots__ = ("_error", "_is_unread", "_merge_by_joining", "_receive", "_send", "must_resubmit")
+    __slots__ = ("_error", "_merge_by_joining", "_send", "channel", "is_unread", "must_resubmit")
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._merge_by_joining = kind is RequestOutputKind.DELTA
-        self._send: trio.MemorySendChannel[RequestOutput | _Unread]
-        self._receive: trio.MemoryReceiveChannel[RequestOutput | _Unread]
-        self._send, self._receive = trio.open_memory_channel[RequestOutput | _Unread](1)
+        self._send: trio.MemorySendChannel[Unread]
+        self.channel: trio.MemoryReceiveChannel[Unread]
+        self._send, self.channel = trio.open_memory_channel[Unread](1)
         self._error: BaseException | None = None
-        self._is_unread = False
+        self.is_unread = False
         """Something was put since the reader took last: a look at the slot will do. Saves an exception each token."""
         self.must_resubmit = False
         """The engine has dropped the request, uncomputed: whoever reads on must send it again."""
@@ -60,7 +64,7 @@ class RequestOutputCollector:
         """
         try:
             self._send.send_nowait(output)
-            self._is_unread = True
+            self.is_unread = True
         except trio.WouldBlock:
             return self._merge(output)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -69,13 +73,13 @@ class RequestOutputCollector:
 
     def _merge(self, output: RequestOutput) -> int:
         """Take the unread output back and put both as one."""
-        unread = self._receive.receive_nowait()
+        unread = self.channel.receive_nowait()
         if not self._merge_by_joining:
             assert isinstance(unread, RequestOutput)
             self._send.send_nowait(_replace(unread, output))
             return 0
-        if not isinstance(unread, _Unread):
-            unread = _Unread([unread], _size_bytes(unread))
+        if not isinstance(unread, _Pieces):
+            unread = _Pieces([unread], _size_bytes(unread))
         unread.pieces.append(output)
         unread.size_bytes += _size_bytes(output)
         self._send.send_nowait(unread)
@@ -99,21 +103,27 @@ class RequestOutputCollector:
             trio.EndOfChannel: `close` was called.
         """
         try:
-            if self._is_unread:
+            if self.is_unread:
                 await trio.lowlevel.checkpoint_if_cancelled()
-                unread = self._receive.receive_nowait()
-            else:
-                unread = await self._receive.receive()
-            self._is_unread = False
+                return self.open(self.channel.receive_nowait())
+            return self.open(await self.channel.receive())
         except trio.EndOfChannel:
-            if self._error is None:
-                raise
+            self.raise_error()
+            raise
+
+    def open(self, unread: Unread) -> RequestOutput:
+        """What was taken from `channel`, as one output. For those who do the work of `receive` themselves."""
+        self.is_unread = False
+        return _join(unread.pieces) if isinstance(unread, _Pieces) else unread
+
+    def raise_error(self) -> None:
+        """Raise what was put by `put_error`, if anything was. For the end of the channel."""
+        if self._error is not None:
             raise self._error from self._error.__cause__
-        return _join(unread.pieces) if isinstance(unread, _Unread) else unread
 
     def close(self) -> None:
         """The reader leaves: from now on `put` does nothing. Idempotent."""
-        self._receive.close()
+        self.channel.close()
         self._send.close()
 
 
@@ -130,9 +140,9 @@ class RepeatingCollector(RequestOutputCollector):
         super().__init__(kind)
         self._num_choices = num_choices
 
-    async def receive(self) -> RequestOutput:
-        """As its base: cancellation and errors, too."""
-        output = await super().receive()
+    def open(self, unread: Unread) -> RequestOutput:
+        """As its base."""
+        output = super().open(unread)
         return repeat_choice(output, self._num_choices) if output.outputs else output
 
 

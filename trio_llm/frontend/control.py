@@ -37,6 +37,8 @@ _Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
 
 _CHANGES_STATE: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights"})
 """Methods that answer with the state that they leave."""
+_MAX_DEATHS: Final = 2
+"""A call that so many engines died of is not made again."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,7 +120,7 @@ class EngineControl:
 
     async def _make(self, job: _Job) -> None:
         try:
-            job.answer = await self._utilities.call(job.method, *job.args)
+            job.answer = await self._utilities.call(job.method, *job.args, max_deaths=_MAX_DEATHS)
             if job.method in _CHANGES_STATE:
                 self.state = _read(job.answer)
         except TrioLLMError as error:

@@ -185,7 +185,7 @@ class EngineClient(LibraryCalls):
         Cancellation: safe; nothing stays behind.
 
         Raises:
-            EngineUnavailableError: loading.
+            EngineUnavailableError: loading, or being started again.
             EngineDeadError: the engine is gone.
         """
 

@@ -20,6 +20,9 @@ __all__ = ["EngineLife"]
 
 _LONGEST_LOOK_S: Final = 5.0
 """Between two looks of the watch."""
+_SECOND_LOOK_S: Final = 0.5
+"""After the first one that finds a problem. It may have been this process that was stopped, and what the engine said
+meanwhile waits to be read."""
 
 
 class EngineLife:
@@ -132,6 +135,7 @@ class EngineLife:
 
         Cancellation: safe.
         """
+        was_problem = False
         while self.dead_error is None:
             now_s = trio.current_time()
             is_starting = not self.is_ready or self.lost is not None
@@ -140,12 +144,14 @@ class EngineLife:
             if is_patient or not self._num_expected():
                 self._last_step_s = now_s
             problem = self._find_silence(limit_s) if is_patient else self._find_stall(limit_s)
-            if problem and not self._is_killed:
+            if problem and was_problem and not self._is_killed:
                 self._is_killed = True
                 self._kill(problem)
             left_s = min(self._last_life_s, self._last_step_s) + limit_s - now_s
             look_s = min(_LONGEST_LOOK_S, limit_s / 4)
-            with trio.move_on_after(min(left_s, look_s) if left_s > 0 else look_s):
+            is_first_time = bool(problem) and not was_problem
+            was_problem = bool(problem)
+            with trio.move_on_after(min(left_s if left_s > 0 else look_s, _SECOND_LOOK_S if is_first_time else look_s)):
                 await self._is_dead.wait()
 
     def _find_silence(self, limit_s: float) -> str | None:

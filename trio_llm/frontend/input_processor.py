@@ -6,6 +6,7 @@ Pure but for the random seed and id suffix. Used by `AsyncLLM`.
 from __future__ import annotations
 
 import secrets
+import uuid
 from collections.abc import Collection, Iterable
 from itertools import chain
 from typing import Any, Final
@@ -27,6 +28,7 @@ __all__ = [
     "check_priority",
     "check_request_id",
     "check_task",
+    "make_external_id",
     "make_internal_id",
 ]
 
@@ -95,6 +97,11 @@ def check_cache_salt(cache_salt: str | None) -> None:
         )
     if not is_valid_text(cache_salt):
         raise InvalidRequestError("cache_salt contains a lone surrogate, which is not valid text", "cache_salt")
+
+
+def make_external_id(request_id: str | None) -> str:
+    """The caller's id, or one made for the caller."""
+    return request_id if request_id is not None else uuid.uuid4().hex
 
 
 def make_internal_id(external_id: str) -> str:

@@ -6,7 +6,7 @@ The output handler puts and never waits; a subscriber that does not keep up is t
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 
 import trio
@@ -87,15 +87,21 @@ class KVEventHub:
         self._dead_error: EngineDeadError | None = None
         self._last_s = 0.0
 
-    @asynccontextmanager
-    async def subscribe(self, max_unread: int) -> AsyncIterator[KVEventBatches]:
+    def subscribe(self, max_unread: int) -> AbstractAsyncContextManager[KVEventBatches]:
         """What is put while the block lasts.
 
         Cancellation: safe; leaving the block, by any way, ends the subscription.
 
         Raises:
-            EngineDeadError: the engine is gone.
+            ValueError: `max_unread` is below 1; at once.
+            EngineDeadError: the engine is gone; on entering.
         """
+        if max_unread < 1:
+            raise ValueError(f"max_unread must be at least 1, not {max_unread}")
+        return self._subscribed(max_unread)
+
+    @asynccontextmanager
+    async def _subscribed(self, max_unread: int) -> AsyncIterator[KVEventBatches]:
         await trio.lowlevel.checkpoint()
         if self._dead_error is not None:
             raise type(self._dead_error)(*self._dead_error.args)

@@ -307,10 +307,14 @@ class LiveRequests:
         for next_one in self._resumption.is_over(state):
             self._resume(next_one)
 
-    def lose_engine(self, reason: str) -> None:
-        """The engine is dead, and there will be another one: what is unfinished waits for that."""
+    def lose_engine(self, reason: str, *, could_run: Callable[[RequestState], bool]) -> None:
+        """The engine is dead, and there will be another one: what is unfinished waits for that.
+
+        Args:
+            could_run: as `Resumption.engine_lost`.
+        """
         self._has_engine = False
-        culprit = self._resumption.engine_lost(self.by_state)
+        culprit = self._resumption.engine_lost(self.by_state, could_run=could_run)
         for state in [state for state in self.by_state if state.is_tombstone]:
             self._drop(state)
         if culprit is not None and culprit in self.by_state:

@@ -108,7 +108,6 @@ class OutputHandler:
         match message:
             case EngineLost():
                 self._hooks.on_lost(message)
-                self._requests.lose_engine(message.reason)
             case EngineCoreOutputs():
                 if self._is_complete(message.step - 1):
                     self._last_step = max(self._last_step, message.step)
@@ -152,19 +151,31 @@ class OutputHandler:
         aborted: list[RequestState] = []
         for row in message.outputs:
             assert processor is not None, "no request was sent before the model was ready"
-            try:
-                processed = processor.process(row)
-            except OutputGap as gap:
-                self._distrust(f"a message of the engine was lost: {gap}")
-                break
-            if processed is not None:
-                self._deliver(processed, aborted, now_s)
+            if plain := processor.take_plain(row):
+                self._deliver_plain(*plain, aborted, now_s)
+            else:
+                try:
+                    processed = processor.process(row)
+                except OutputGap as gap:
+                    self._distrust(f"a message of the engine was lost: {gap}")
+                    break
+                if processed is not None:
+                    self._deliver(processed, aborted, now_s)
             # Naming a prompt token's alternatives is work like that of a row.
             self._rows_since_checkpoint += 1 if row.prompt_logprobs is None else len(row.prompt_logprobs)
             if self._rows_since_checkpoint >= _SLICE_ROWS:
                 self._rows_since_checkpoint = 0
                 await trio.lowlevel.checkpoint()
         self._requests.end_in_engine(aborted)
+
+    def _deliver_plain(
+        self, state: RequestState, output: RequestOutput, aborted: list[RequestState], now_s: float
+    ) -> None:
+        request = self._requests.by_state[state]
+        self._recorder.tokens(state, request.clock, len(output.outputs[0].token_ids), now_s)
+        unread_bytes = request.collector.put(output)
+        if unread_bytes > _MAX_UNREAD_BYTES:
+            self._check_unread(request, unread_bytes, aborted)
 
     def _deliver(self, row: ProcessedRow, aborted: list[RequestState], now_s: float) -> None:
         request = self._requests.by_state[row.state]
@@ -187,14 +198,18 @@ class OutputHandler:
             aborted += self._requests.bury_family(row.state)
         if row.finish_reason is not None:
             self._recorder.request_finished(row.state, request.clock, row.finish_reason)
-        elif unread_bytes > _MAX_UNREAD_BYTES * (1 if row.state.family is None else len(row.state.family.child_ids)):
-            self._give_up_on_reader(request, unread_bytes, aborted)
+        elif unread_bytes > _MAX_UNREAD_BYTES:
+            self._check_unread(request, unread_bytes, aborted)
         if row.must_abort:
             aborted.append(row.state)
         if row.is_gone:
             self._requests.forget(row.state)
 
-    def _give_up_on_reader(self, request: LiveRequest, unread_bytes: int, aborted: list[RequestState]) -> None:
+    def _check_unread(self, request: LiveRequest, unread_bytes: int, aborted: list[RequestState]) -> None:
+        """Give a reader up that has let more come together than may be."""
+        family = request.state.family
+        if family is not None and unread_bytes <= _MAX_UNREAD_BYTES * len(family.child_ids):
+            return
         request.collector.put_error(
             EngineGenerateError(
                 f"{unread_bytes} bytes of output were not read, the limit is {_MAX_UNREAD_BYTES} for each choice"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from trio_llm.errors import EngineGenerateError
+from trio_llm.frontend.output_kinds import make_output
 from trio_llm.frontend.pooled import pooled_output
 from trio_llm.frontend.request_state import RequestState
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
@@ -80,6 +81,12 @@ class OutputProcessor:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             weight_version=self.weight_version,
         )
+        state.is_plain = (
+            params.output_kind is RequestOutputKind.DELTA
+            and not (params.stop or state.wants_logprobs or request.resumable)
+            and params.prompt_logprobs is None
+            and request.pooling_params is None
+        )
         self._states[request.request_id] = state
         return state
 
@@ -123,7 +130,7 @@ class OutputProcessor:
 
     def end_session(self, state: RequestState, reason: FinishReason) -> RequestOutput | None:
         """The last output of a session whose answers are all over: nothing new, and the last answer's reason again."""
-        return _make_output(state, CompletionOutput(state.index, "", [], [] if state.wants_logprobs else None, reason))
+        return make_output(state, CompletionOutput(state.index, "", [], [] if state.wants_logprobs else None, reason))
 
     def remove(self, state: RequestState) -> None:
         """Forget a request that was never sent."""
@@ -145,7 +152,7 @@ class OutputProcessor:
         if state.scanner is not None:
             text = state.scanner.feed(text) + state.scanner.finish()
         news = CompletionOutput(state.index, text, [], [] if state.wants_logprobs else None, "abort")
-        return _make_output(state, news)
+        return make_output(state, news)
 
     def clear(self) -> None:
         """Forget every request: the engine is gone."""
@@ -160,6 +167,38 @@ class OutputProcessor:
         if state.family is None:
             return [state]
         return [known for child_id in state.family.child_ids if (known := self._states.get(child_id)) is not None]
+
+    def take_plain(self, row: EngineCoreOutput) -> tuple[RequestState, RequestOutput] | None:
+        """Take a row of the kind that nearly all are: tokens in the middle of an answer, of which nothing but their
+        text is wanted. The same as `process`, at half the cost.
+
+        Returns:
+            Whose row it is, and what its reader gets. None: nothing was done, the row is one for `process`.
+        """
+        state = self._states.get(row.request_id)
+        if (
+            state is None
+            or not state.is_plain
+            or row.finish_reason is not None
+            or row.start != state.num_tokens
+            or row.start == 0
+            or state.is_tombstone
+            or state.num_deaths
+        ):
+            return None
+        token_ids = row.new_token_ids
+        try:
+            text = state.detokenizer.feed(token_ids)
+        except Exception:
+            return None  # `process` gets the same, and makes it this request's error
+        state.num_tokens += len(token_ids)
+        state.token_ids.extend(token_ids)
+        num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
+        state.weight_version = version = self.weight_version
+        news = CompletionOutput(state.index, text, token_ids, None, None)
+        return state, RequestOutput(
+            state.external_id, state.num_prompt_tokens, num_cached_tokens, [news], False, None, version
+        )
 
     def process(self, row: EngineCoreOutput) -> ProcessedRow | None:
         """Take one row. None: there is nothing to do.
@@ -205,7 +244,7 @@ class OutputProcessor:
         return ProcessedRow(
             state,
             num_new_tokens=len(news.token_ids),
-            output=_make_output(state, news),
+            output=make_output(state, news),
             finish_reason=news.finish_reason,
             must_abort=must_abort,
             is_gone=is_gone,
@@ -310,60 +349,10 @@ def _note_cached_tokens(state: RequestState, count: int) -> None:
 def _end_answer(state: RequestState, news: CompletionOutput) -> ProcessedRow:
     """One answer of a session is over, and the session is not."""
     state.is_idle = True
-    output = _make_output(state, news)
+    output = make_output(state, news)
     assert output is not None
     output.finished = False
     return ProcessedRow(state, num_new_tokens=len(news.token_ids), output=output)
-
-
-def _make_output(state: RequestState, news: CompletionOutput) -> RequestOutput | None:
-    """What the reader gets, by its output kind. None: nothing yet."""
-    is_last = news.finish_reason is not None
-    if state.kind is not RequestOutputKind.DELTA:
-        news = _accumulate(state, news)
-        if state.kind is RequestOutputKind.FINAL_ONLY and not is_last:
-            return None
-    elif not news.token_ids and not news.text and not is_last:
-        return None
-    num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
-    output = RequestOutput(
-        state.external_id,
-        state.num_prompt_tokens,
-        num_cached_tokens,
-        [news],
-        is_last,
-        None,
-        state.weight_version,
-    )
-    if state.prompt_logprobs is not None:
-        _add_prompt_logprobs(state, output)
-    elif state.family is not None and state.kind is RequestOutputKind.CUMULATIVE:
-        output.prompt_logprobs = state.family.prompt_logprobs
-    return state.family.finish(output) if is_last and state.family is not None else output
-
-
-def _add_prompt_logprobs(state: RequestState, output: RequestOutput) -> None:
-    """Unless the answer ends, by an abort, before its prompt is through."""
-    assert state.prompt_logprobs is not None
-    if len(state.prompt_logprobs) < state.num_prompt_tokens:
-        return
-    output.prompt_logprobs = state.prompt_logprobs
-    if state.kind is RequestOutputKind.DELTA:
-        state.prompt_logprobs = None
-    elif state.family is not None:
-        state.family.prompt_logprobs = state.prompt_logprobs
-
-
-def _accumulate(state: RequestState, news: CompletionOutput) -> CompletionOutput:
-    """All so far, for kinds that give it."""
-    state.text.append(news.text)
-    state.logprobs.extend(news.logprobs or ())
-    if state.kind is RequestOutputKind.FINAL_ONLY and news.finish_reason is None:
-        return news
-    logprobs = list(state.logprobs) if state.wants_logprobs else None
-    return CompletionOutput(
-        state.index, "".join(state.text), list(state.token_ids), logprobs, news.finish_reason, news.stop_reason
-    )
 
 
 def _visible(state: RequestState, token_ids: list[int], row: EngineCoreOutput) -> list[int]:

@@ -44,6 +44,8 @@ class RequestState:
     """`num_tokens` when the engine got the request; None: the engine does not have it."""
     num_deaths: int = 0
     """Of engines that had the request and gave no token of it."""
+    is_plain: bool = False
+    """Only its tokens and their text are wanted, as they come: see `OutputProcessor.take_plain`."""
     is_idle: bool = False
     """A session that waits for its next input: the engine owes it nothing."""
     num_cached_tokens: int = 0

@@ -129,11 +129,17 @@ class GenerateStream:
             while True:
                 if collector.must_resubmit:
                     await self._send_again(self._request)
-                output = await collector.receive()
+                # As `collector.receive`, but without a coroutine of its own for each token.
+                if collector.is_unread:
+                    output = await collector.receive()
+                else:
+                    output = collector.open(await collector.channel.receive())
                 if output.outputs:
                     break  # else it was only to be seen that the engine has dropped the request
-        except Exception:
+        except Exception as error:
             self._end()
+            if isinstance(error, trio.EndOfChannel):
+                collector.raise_error()
             raise
         finally:
             self._is_being_read = False

@@ -6,7 +6,7 @@ Pure. Used by the output handler when an engine has died and another one is star
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
 __all__ = ["Resumable", "Resumption"]
@@ -44,20 +44,27 @@ class Resumption(Generic[RequestT]):
         """The suspect that the engine has; it has delivered nothing yet."""
         return self._on_trial
 
-    def engine_lost(self, requests: Iterable[RequestT]) -> RequestT | None:
+    def engine_lost(
+        self, requests: Iterable[RequestT], *, could_run: Callable[[RequestT], bool] = lambda request: True
+    ) -> RequestT | None:
         """An engine has died with these requests unfinished, or before it got them.
+
+        Args:
+            could_run: the engine was free to work for this one. What it only keeps, as while it sleeps, is not to blame.
 
         Returns:
             The one that is to be given up.
         """
         for request in requests:
             if request.num_tokens_when_sent is not None:
-                has_got_some = request.num_tokens > request.num_tokens_when_sent
-                request.num_deaths = 0 if has_got_some else request.num_deaths + 1
+                if request.num_tokens > request.num_tokens_when_sent:
+                    request.num_deaths = 0
+                elif could_run(request):
+                    request.num_deaths += 1
                 request.num_tokens_when_sent = None
         culprit, self._on_trial = self._on_trial, None
         self._suspects.clear()
-        return culprit
+        return culprit if culprit is not None and could_run(culprit) else None
 
     def engine_ready(self, requests: Iterable[RequestT]) -> list[RequestT]:
         """Another engine is there for these unfinished requests, in order of arrival. Returns those to send now."""

@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.collector import RequestOutputCollector
+from trio_llm.frontend.collector import RequestOutputCollector, Unread
 from trio_llm.frontend.exception_groups import errors_to
 from trio_llm.frontend.input_processor import InputProcessor
 from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
@@ -101,9 +101,9 @@ class SessionCollector(RequestOutputCollector):
         super().put_error(error)
         self._stop_feeding()
 
-    async def receive(self) -> RequestOutput:
-        """As its base: cancellation and errors, too."""
-        output = await super().receive()
+    def open(self, unread: Unread) -> RequestOutput:
+        """As its base."""
+        output = super().open(unread)
         if output.outputs and output.outputs[0].finish_reason is not None:
             self.finish_reason = output.outputs[0].finish_reason
             self.answer_taken.set()

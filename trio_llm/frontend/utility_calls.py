@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 
 import trio
@@ -11,6 +12,7 @@ from trio_llm.errors import (
     CodecError,
     EngineDeadError,
     EngineGenerateError,
+    EngineUnavailableError,
     InvalidRequestError,
     NotSupportedError,
 )
@@ -20,7 +22,17 @@ from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
 
 __all__ = ["UtilityCalls"]
 
-_Answer = UtilityResult | EngineDeadError
+_Answer = UtilityResult | EngineDeadError | EngineGenerateError | EngineUnavailableError
+
+
+@dataclass(slots=True, eq=False)
+class _Waiting:
+    call: UtilityCall
+    send: trio.MemorySendChannel[_Answer]
+    max_deaths: int | None
+    is_sent: bool = False
+    """To the engine that there is."""
+    num_deaths: int = 0
 
 
 def _error_of(answer: UtilityResult, text: str) -> Exception:
@@ -31,6 +43,14 @@ def _error_of(answer: UtilityResult, text: str) -> Exception:
             return NotSupportedError(text)
         case _:
             return EngineGenerateError(text)
+
+
+def _error_of_deaths(waiting: _Waiting, reason: str) -> EngineGenerateError | EngineUnavailableError:
+    if waiting.max_deaths == 1:
+        return EngineUnavailableError(f"the engine died before it answered, and is started again: {reason}")
+    return EngineGenerateError(
+        f"{waiting.call.method}: engines die of this call: {waiting.num_deaths} did before they answered: {reason}"
+    )
 
 
 def _check_has_form(method: str, args: Sequence[PlainValue]) -> None:
@@ -48,21 +68,26 @@ class UtilityCalls:
     def __init__(self, core: CoreClient) -> None:
         self._core = core
         self._numbers = count(1)
-        self._waiting: dict[int, tuple[UtilityCall, trio.MemorySendChannel[_Answer]]] = {}
+        self._waiting: dict[int, _Waiting] = {}
         self._has_engine = True
         self._dead_error: EngineDeadError | None = None
 
     async def call(
-        self, method: str, *args: PlainValue
+        self, method: str, *args: PlainValue, max_deaths: int | None = None
     ) -> PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]:
         """Call a method of the engine and wait for its answer.
 
         If the engine dies meanwhile and another one is started, the call is made again there.
 
+        Args:
+            max_deaths: so many engines may die before they answer; 1: the call is about this engine, and not made
+                again; more: it may be what they die of.
+
         Cancellation: the engine may still carry the call out; its answer is dropped.
 
         Raises:
-            EngineGenerateError: the method failed, or there is none of that name.
+            EngineGenerateError: the method failed, or there is none of that name; or `max_deaths` engines died.
+            EngineUnavailableError: the engine died, and `max_deaths` is 1.
             InvalidRequestError: the arguments are at fault, or have no form on the wire; the engine has changed
                 nothing.
             NotSupportedError: this engine cannot do that.
@@ -74,15 +99,15 @@ class UtilityCalls:
         _check_has_form(method, args)
         call_id = next(self._numbers)
         send, receive = trio.open_memory_channel[_Answer](1)
-        call = UtilityCall(call_id, method, list(args))
-        self._waiting[call_id] = call, send
+        waiting = _Waiting(UtilityCall(call_id, method, list(args)), send, max_deaths)
+        self._waiting[call_id] = waiting
         try:
             if self._has_engine:
-                self._core.send_nowait(call)
+                self._send(waiting)
             answer = await receive.receive()
         finally:
             self._waiting.pop(call_id, None)
-        if isinstance(answer, EngineDeadError):
+        if not isinstance(answer, UtilityResult):
             raise type(answer)(*answer.args)
         if answer.error is not None:
             raise _error_of(answer, f"{method}: {answer.error}")
@@ -91,21 +116,31 @@ class UtilityCalls:
     def resolve(self, result: UtilityResult) -> None:
         """Give an answer to the one who waits for it, if anybody still does."""
         if waiting := self._waiting.pop(result.call_id, None):
-            waiting[1].send_nowait(result)
+            waiting.send.send_nowait(result)
 
-    def lose_engine(self) -> None:
-        """The engine is dead, and there will be another one: calls wait for that."""
+    def lose_engine(self, reason: str) -> None:
+        """The engine is dead, and there will be another one: calls wait for that, but for one that engines die of."""
         self._has_engine = False
+        for call_id, waiting in list(self._waiting.items()):
+            waiting.num_deaths += waiting.is_sent
+            waiting.is_sent = False
+            if waiting.max_deaths is not None and waiting.num_deaths >= waiting.max_deaths:
+                del self._waiting[call_id]
+                waiting.send.send_nowait(_error_of_deaths(waiting, reason))
 
     def resume(self) -> None:
         """Another engine is ready: it gets all calls that wait."""
         self._has_engine = True
-        for call, _ in self._waiting.values():
-            self._core.send_nowait(call)
+        for waiting in self._waiting.values():
+            self._send(waiting)
 
     def fail_all(self, error: EngineDeadError) -> None:
         """The engine is gone: every call, now and later, raises this."""
         self._dead_error = error
-        for _, send in self._waiting.values():
-            send.send_nowait(error)
+        for waiting in self._waiting.values():
+            waiting.send.send_nowait(error)
         self._waiting.clear()
+
+    def _send(self, waiting: _Waiting) -> None:
+        self._core.send_nowait(waiting.call)
+        waiting.is_sent = True

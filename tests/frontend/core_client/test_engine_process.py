@@ -57,7 +57,7 @@ async def test_a_last_line_without_a_newline_is_relayed(capsys: pytest.CaptureFi
     process = await run_to_its_end("import os; os.write(2, b'one\\ntw'); os.write(2, b'o')")
 
     assert relayed(capsys) == ["[engine 7] one", "[engine 7] two"]
-    assert process.exit_description.endswith("its last line was: two")
+    assert process.exit_description.endswith("its last lines were: one | two")
 
 
 @pytest.mark.parametrize("end", ["", "\\n"])
@@ -95,7 +95,8 @@ async def test_a_standard_error_that_nobody_reads_ends_nothing(
 
     process = await run_to_its_end("import sys; [print('x' * 1000) for _ in range(200)]; sys.exit('the reason')")
 
-    assert process.exit_description == "the engine process ended with exit code 1; its last line was: the reason"
+    assert process.exit_description.startswith("the engine process ended with exit code 1; its last lines were: ")
+    assert process.exit_description.endswith(" | the reason")
     assert relayed(capsys) == []
 
 
@@ -183,3 +184,17 @@ async def test_the_terminals_interrupt_is_not_for_it() -> None:
         assert os.getsid(process.pid) == process.pid != os.getsid(0)
         os.kill(process.pid, signal.SIGKILL)
         await process.wait_exit()
+
+
+async def test_the_reason_has_the_last_three_lines_that_say_something_each_cut_and_all_on_one_line() -> None:
+    code = (
+        "print('zero'); print('one'); print('x' * 1000); print(); print('three', flush=True); import sys; sys.exit(7)"
+    )
+    async with started(code) as process:
+        with trio.fail_after(LIMIT_S):
+            await process.relay_stderr()
+            await process.wait_exit()
+
+        assert process.exit_description == (
+            f"the engine process ended with exit code 7; its last lines were: one | {'x' * 300} | three"
+        )

@@ -142,7 +142,7 @@ async def test_an_engine_that_sends_a_malformed_frame_is_given_up(garbage: bytes
         ("os._exit(0)", "the engine process ended with exit code 0"),
         (
             "os.write(2, b'first\\nout of memory\\n'); os._exit(3)",
-            "the engine process ended with exit code 3; its last line was: out of memory",
+            "the engine process ended with exit code 3; its last lines were: first | out of memory",
         ),
     ],
 )

@@ -25,6 +25,9 @@ ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "trio_llm.engine")
 
 _STDERR_LINES: Final = 50
 _MAX_LINE_BYTES: Final = 4096
+_TOLD_LINES: Final = 3
+_MAX_TOLD_CHARS: Final = 300
+"""Of one of the last lines, in the reason of a death; the log has all of it."""
 
 
 class EngineProcess:
@@ -73,7 +76,7 @@ class EngineProcess:
 
     @property
     def exit_description(self) -> str:
-        """How it ended, in words, with the last line it printed."""
+        """How it ended, in words, with the last lines it printed, as one line."""
         code = self._popen.poll()
         if code is None:
             how = "the engine process is still running"
@@ -81,8 +84,10 @@ class EngineProcess:
             how = f"the engine process was ended by {_signal_name(-code)}"
         else:
             how = f"the engine process ended with exit code {code}"
-        last = next((line for line in reversed(self._last_lines) if line.strip()), None)
-        return f"{how}; its last line was: {last.strip()}" if last else how
+        said = [line.strip()[:_MAX_TOLD_CHARS] for line in self._last_lines if line.strip()][-_TOLD_LINES:]
+        if not said:
+            return how
+        return f"{how}; its last {'line was' if len(said) == 1 else 'lines were'}: {' | '.join(said)}"
 
     async def wait_exit(self) -> None:
         """Wait until the process is gone. Cancellation: safe; the process goes on."""

@@ -27,7 +27,7 @@ from trio_llm.version import __version__
 __all__ = ["App", "create_app"]
 
 HEALTH_S = 5.0
-"""A round trip through the engine's loop that takes longer counts as a stall."""
+"""A round trip through the engine's loop that takes longer, or half of `--stall-timeout`, counts as a stall."""
 LOADING_RETRY_S = 2
 DEAD_RETRY_S = 30
 
@@ -112,11 +112,12 @@ class App:
         status = self._client.status
         if status.state != "ready":
             return _not_ready(status, status.state, status.reason)
+        limit_s = min(HEALTH_S, self._client.config.stall_timeout_s / 2)
         try:
-            with trio.fail_after(HEALTH_S):
+            with trio.fail_after(limit_s):
                 await self._client.check_health()
         except trio.TooSlowError:
-            return _not_ready(status, "stalled", f"the engine's loop did not answer within {HEALTH_S:g} s")
+            return _not_ready(status, "stalled", f"the engine's loop did not answer within {limit_s:g} s")
         except EngineUnavailableError as error:
             status = self._client.status
             return _not_ready(status, "loading" if status.state == "ready" else status.state, str(error))
