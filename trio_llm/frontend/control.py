@@ -7,6 +7,7 @@ two states. Used by `AsyncLLM`.
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.wire.messages import PlainValue, UtilityCall
 
 __all__ = ["ControlCalls", "EngineControl"]
+
+logger = logging.getLogger(__name__)
 
 _Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
 
@@ -123,6 +126,7 @@ class EngineControl:
             job.answer = await self._utilities.call(job.method, *job.args, max_deaths=_MAX_DEATHS)
             if job.method in _CHANGES_STATE:
                 self.state = _read(job.answer)
+                logger.info("%s: the engine is %s", job.method, self.state.describe())
         except TrioLLMError as error:
             job.error = error
             # Half of what was asked for may be done.
@@ -190,6 +194,8 @@ class ControlCalls:
         return (await self._control.fetch_state()).is_asleep
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
+        if not isinstance(clear_cache, bool):
+            raise InvalidRequestError("clear_cache must be true or false", "clear_cache")
         await self._control.call("pause", mode, clear_cache)
         if mode == "wait" and not await self._control.ask("wait_paused"):
             raise EngineGenerateError("the pause was undone before the running requests had finished")

@@ -38,6 +38,13 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
         """Requests may be unfinished and wait without end: that is no stall."""
         return self.is_asleep or self.pause != "running"
 
+    def describe(self) -> str:
+        """In words, for the log."""
+        parts = [f"asleep (level {self.sleep_level})" if self.is_asleep else "awake"]
+        if self.pause != "running":
+            parts.append(f"paused ({self.pause})")
+        return f"{', '.join(parts)}, with the weights {self.weight_version!r}"
+
     def replay(self) -> list[UtilityCall]:
         """The calls that bring a fresh engine into this state. To be sent before any request.
 

@@ -178,9 +178,21 @@ def _of_another_architecture(folder: Path) -> None:
     save_model(folder, CONFIGS["qwen3"])
 
 
+def _with_an_index_that_leads_out(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder.parent / "elsewhere.safetensors")
+    weight_map = {"weight_map": {"lm_head.weight": "../elsewhere.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(weight_map))
+
+
+def _with_a_broken_index(folder: Path) -> None:
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
 @pytest.mark.parametrize(
     "spoil",
     [
+        _with_an_index_that_leads_out,
+        _with_a_broken_index,
         _without_a_tensor,
         _with_a_wrong_shape,
         _truncated,

@@ -144,6 +144,16 @@ async def test_a_wrong_query_is_400_and_changes_nothing(path: str, param: str) -
         assert await works(server)
 
 
+@pytest.mark.parametrize("path", ["/sleep", "/wake_up", "/pause", "/resume", "/reset_prefix_cache", "/start_profile"])
+async def test_a_body_where_the_query_counts_is_400_and_changes_nothing(path: str) -> None:
+    async with open_dev_server() as (_, server):
+        reply = await server.call("POST", path, {"level": 2, "mode": "keep"})
+
+        assert reply.status == 400
+        assert "query" in reply.error["message"]
+        assert await works(server)
+
+
 async def test_a_remote_call_answers_for_each_worker() -> None:
     async with open_dev_server() as (_, server):
         reply = await server.call("POST", "/collective_rpc", {"method": "model_info", "args": [], "timeout": 5})

@@ -5,6 +5,7 @@ Used by the torch executor, between steps.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final
 
@@ -99,12 +100,28 @@ class WeightStore:
             raise EngineStartupError(
                 f"the model in {str(source)!r} is another one than the one that is served: {difference}"
             )
+        _check_index(source)
         module = load_model(source, dtype=self._dtype, device=torch.device("cpu")).module
         state: dict[str, Tensor] = module.state_dict()
         shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
         if difference := _find_difference(self._shapes, shapes):
             raise EngineStartupError(f"the weights in {str(source)!r} do not fit the model: {difference}")
         return state
+
+
+def _check_index(source: Path) -> None:
+    """The index of weights in several files names files beside it, and no others: whoever names the directory must not
+    reach what lies elsewhere."""
+    index = source / "model.safetensors.index.json"
+    if not index.is_file():
+        return
+    try:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        strange = sorted(name for name in names if Path(name).name != name)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise EngineStartupError(f"cannot read {str(index)!r}: {type(error).__name__}") from error
+    if strange:
+        raise EngineStartupError(f"{str(index)!r} names a file that is not beside it: {strange[0][:100]!r}")
 
 
 def _plain(config: Any) -> dict[str, Any]:

@@ -99,6 +99,7 @@ class _ControlRoutes:
 
     async def resume(self, http: Request) -> Response:
         """POST /resume."""
+        _query(http)
         await self._client.resume_generation()
         return _done()
 
@@ -108,6 +109,7 @@ class _ControlRoutes:
 
     async def reset_prefix_cache(self, http: Request) -> Response:
         """POST /reset_prefix_cache."""
+        _query(http)
         await self._client.reset_prefix_cache()
         return _done()
 
@@ -127,11 +129,13 @@ class _ControlRoutes:
 
     async def start_profile(self, http: Request) -> Response:
         """POST /start_profile."""
+        _query(http)
         await self._client.start_profile()
         return _done()
 
     async def stop_profile(self, http: Request) -> Response:
         """POST /stop_profile."""
+        _query(http)
         return _json({"path": await self._client.stop_profile()})
 
     async def update_weights(self, http: Request) -> Response:
@@ -160,9 +164,11 @@ class _ControlRoutes:
 
 
 def _query(http: Request, *names: str) -> QueryParams:
-    """The query, with no other names, for the same reason as `_body`: a pause meant to keep would abort."""
+    """The query, with no other names, and no body, for the same reason as `_body`: a pause meant to keep would abort."""
+    if http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers:
+        raise InvalidRequestError("parameters of this path go into the query, not into a body")
     if strange := sorted(set(http.query_params) - set(names)):
-        known = ", ".join(names)
+        known = ", ".join(names) or "none"
         raise InvalidRequestError(
             f"there is no {strange[0][:100]!r} in the query here; there are {known}", strange[0][:100]
         )
