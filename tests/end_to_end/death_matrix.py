@@ -79,7 +79,12 @@ REASONS: Final[dict[Fault, str]] = {
 }
 """The root cause, as it begins."""
 
-_EXITS: Final[dict[Fault, str]] = {"SIGKILL": "SIGKILL", "SIGSTOP": "", "exception": "exit code 1", "exit 0": "exit code 0"}
+_EXITS: Final[dict[Fault, str]] = {
+    "SIGKILL": "SIGKILL",
+    "SIGSTOP": "",
+    "exception": "exit code 1",
+    "exit 0": "exit code 0",
+}
 
 
 def _front_end_fate(fault: Fault, moment: Moment) -> FrontEndFate:

@@ -76,7 +76,9 @@ async def read(client: httpx.AsyncClient, texts: list[str], has_begun: trio.Even
     texts.append(text)
 
 
-async def test_an_engine_that_is_stopped_idle_or_under_load_is_told_by_health_and_service_comes_back_by_itself() -> None:
+async def test_an_engine_that_is_stopped_idle_or_under_load_is_told_by_health_and_service_comes_back_by_itself() -> (
+    None
+):
     engine = fake_engine(step_s=0.01, script=SCRIPT, stall_timeout_s=STALL_S)
     server = await trio.to_thread.run_sync(start_fake_server, "its engines are stopped", engine)
     try:
@@ -94,7 +96,10 @@ async def test_an_engine_that_is_stopped_idle_or_under_load_is_told_by_health_an
                     with trio.fail_after(STALL_S):
                         await see_states(client, until="stalled")
                     with trio.fail_after(BOUND_S):
-                        assert await see_states(client, until="recovering") in (["stalled", "recovering"], ["recovering"])
+                        assert await see_states(client, until="recovering") in (
+                            ["stalled", "recovering"],
+                            ["recovering"],
+                        )
                         await see_states(client, until="ready")
                     assert not is_alive(pid)
                 assert texts == [(SCRIPT * NUM_TOKENS)[:NUM_TOKENS]] * num_streams

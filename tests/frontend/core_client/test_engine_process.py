@@ -187,7 +187,9 @@ async def test_the_terminals_interrupt_is_not_for_it() -> None:
 
 
 async def test_the_reason_has_the_last_three_lines_that_say_something_each_cut_and_all_on_one_line() -> None:
-    code = "print('zero'); print('one'); print('x' * 1000); print(); print('three', flush=True); import sys; sys.exit(7)"
+    code = (
+        "print('zero'); print('one'); print('x' * 1000); print(); print('three', flush=True); import sys; sys.exit(7)"
+    )
     async with started(code) as process:
         with trio.fail_after(LIMIT_S):
             await process.relay_stderr()
