@@ -11,8 +11,8 @@ from tests.end_to_end.servers import ENGINE_COUNT, FAKE_ENGINE_COUNT
 MAX_ENGINES = 6
 """With torch and a model. Each takes seconds to start: tests share them, and recovery is shown with fake ones."""
 MAX_FAKE_ENGINES = 120
-"""With a fake device, ready after a third of a second. The death matrix needs two for each death of an engine and one for
-each death of a front end; restarts count."""
+"""With a fake device, ready after a third of a second. The death matrix needs two for each death of an engine and one
+for each death of a front end; restarts count."""
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

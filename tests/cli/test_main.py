@@ -215,6 +215,14 @@ def test_a_time_that_cannot_be_waited_for_is_refused(
     assert run(["serve", flag, str(DAY_S)]) == 0
 
 
+def test_a_stall_timeout_that_an_idle_engine_would_not_outlive_is_refused(
+    served: list[Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["serve", "--stall-timeout", "1.9"]) == 1
+    assert "--stall-timeout must be at least 2 seconds, not 1.9" in capsys.readouterr().err
+    assert run(["serve", "--stall-timeout", "2"]) == 0
+
+
 def test_an_error_of_several_lines_becomes_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

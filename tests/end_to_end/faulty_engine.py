@@ -44,5 +44,5 @@ if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, fail)
     signal.signal(signal.SIGUSR2, lose)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    process.EngineLink = LosingLink  # type: ignore[misc]
+    process.EngineLink = LosingLink  # type: ignore[attr-defined]
     process.main()

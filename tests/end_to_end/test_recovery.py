@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from tests.end_to_end.conftest import fake_engine, start_fake_server
-from tests.end_to_end.servers import Server, is_alive, open_stream, wait_until
+from tests.end_to_end.servers import FAKE_ENGINE_COUNT, Server, is_alive, open_stream, wait_until
 from tests.end_to_end.test_deaths import BOUND_S, REQUESTS, STALL_S, Readers, folder, open_engines, undisturbed
 from trio_llm import SamplingParams
 from trio_llm.errors import EngineGenerateError
@@ -93,6 +93,7 @@ async def test_an_engine_that_is_stopped_idle_or_under_load_is_told_by_health_an
                         await event.wait()
                     pid = server.engine_pid
                     os.kill(pid, signal.SIGSTOP)
+                    FAKE_ENGINE_COUNT.append("another one after it was stopped")
                     with trio.fail_after(STALL_S):
                         await see_states(client, until="stalled")
                     with trio.fail_after(BOUND_S):
@@ -126,6 +127,7 @@ async def bring_to(state: str, server: Server, client: httpx.AsyncClient) -> Non
         assert (await client.post("/pause?mode=keep")).status_code == 200
     if state == "recovering":
         os.kill(server.engine_pid, signal.SIGKILL)
+        FAKE_ENGINE_COUNT.append("another one, at a second signal")
     await wait_until(partial(is_in, "ready" if state == "paused" else state, client), within_s=BOUND_S)
 
 

@@ -106,12 +106,12 @@ async def test_a_pause_that_waits_goes_on_waiting_for_the_same_requests_in_the_n
             nursery.start_soon(run, "old", has_begun.set)
             await has_begun.wait()
             nursery.start_soon(pause)
-            while not await llm.is_paused():
+            while not await llm.is_paused():  # noqa: ASYNC110 - nothing tells of it, and the clock is a mock
                 await trio.sleep(0.001)
             nursery.start_soon(run, "new", lambda: None)
             await die(llm)
             with trio.fail_after(FOREVER_S):
-                while "paused" not in order:
+                while "paused" not in order:  # noqa: ASYNC110
                     await trio.sleep(0.1)
             assert sorted(order) == ["old", "paused"]
             await llm.resume_generation()

@@ -102,3 +102,18 @@ def test_a_request_that_kills_every_engine_is_given_up_alone_after_three_deaths_
     assert given_up == [poison]
     assert num_deaths == 3
     assert all(request.num_tokens > 0 for request in left)
+
+
+def test_what_the_engine_only_keeps_is_not_blamed_not_even_on_trial() -> None:
+    resumption, requests = Resumption[Request](), [Request("held"), Request("runs")]
+    held, runs = requests
+    for _ in range(2):
+        send(resumption.engine_ready(requests))
+        assert resumption.engine_lost(requests, could_run=lambda request: request is runs) is None
+    assert (held.num_deaths, runs.num_deaths) == (0, 2)
+
+    assert send(resumption.engine_ready(requests)) == ["held", "runs"]
+    assert resumption.on_trial is runs
+    assert resumption.engine_lost(requests, could_run=lambda request: False) is None
+    send(resumption.engine_ready(requests))
+    assert resumption.engine_lost(requests) is runs

@@ -7,7 +7,12 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.frontend.scripted_core import ScriptedCore
-from trio_llm.errors import EngineDeadError, EngineGenerateError, InvalidRequestError
+from trio_llm.errors import (
+    EngineDeadError,
+    EngineGenerateError,
+    EngineUnavailableError,
+    InvalidRequestError,
+)
 from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.wire.messages import UtilityCall, UtilityResult
 
@@ -117,3 +122,59 @@ async def test_a_call_that_cannot_be_sent_leaves_nothing() -> None:
         await callers.utilities.call("a", 2**70)
 
     assert not callers.utilities._waiting
+
+
+@pytest.mark.parametrize(
+    ("max_deaths", "num_calls", "end"),
+    [
+        (None, 5, None),
+        (1, 1, "EngineUnavailableError: the engine died before it answered, and is started again: lost"),
+        (2, 2, "EngineGenerateError: a: engines die of this call: 2 did before they answered: lost"),
+    ],
+)
+async def test_a_call_is_made_again_by_the_next_engine_until_it_has_cost_too_many(
+    max_deaths: int | None, num_calls: int, end: str | None
+) -> None:
+    core = ScriptedCore()
+    utilities = UtilityCalls(core)
+    ends: list[str] = []
+
+    async def call() -> None:
+        try:
+            await utilities.call("a", max_deaths=max_deaths)
+        except (EngineGenerateError, EngineUnavailableError) as error:
+            ends.append(f"{type(error).__name__}: {error}")
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await wait_all_tasks_blocked()
+        for _ in range(4):
+            utilities.lose_engine("lost")
+            utilities.lose_engine("and the next one, before it was ready")
+            utilities.resume()
+        await wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+
+    assert len(core.sent) == num_calls
+    assert ends == ([] if end is None else [end])
+    assert not utilities._waiting
+
+
+async def test_a_call_that_comes_while_there_is_no_engine_is_sent_to_the_next_and_cancelled_before_that_is_not() -> (
+    None
+):
+    core = ScriptedCore()
+    utilities = UtilityCalls(core)
+    utilities.lose_engine("lost")
+    async with trio.open_nursery() as nursery:
+        with trio.move_on_after(0):
+            await utilities.call("never")
+        nursery.start_soon(utilities.call, "later")
+        await wait_all_tasks_blocked()
+        assert core.sent == []
+        utilities.resume()
+
+        (sent,) = core.sent
+        assert isinstance(sent, UtilityCall)
+        assert sent.method == "later"
+        utilities.resolve(UtilityResult(sent.call_id))

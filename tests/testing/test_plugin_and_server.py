@@ -124,14 +124,14 @@ def test_the_program_of_the_readme_works_as_printed(
 
 def test_the_examples_for_testing_pass_without_trio_mode(tmp_path: Path) -> None:
     pages = examples("docs/testing.md")
-    assert len(pages) == 2
+    assert len(pages) == 3
     for number, example in enumerate(pages):
         (tmp_path / f"test_example_{number}.py").write_text(example)
     (tmp_path / "pytest.ini").write_text("[pytest]\ntrio_mode = false\n")
 
     said = run("-m", "pytest", "-q", "-p", "no:cacheprovider", cwd=tmp_path)
 
-    assert "4 passed" in said
+    assert "5 passed" in said
 
 
 def test_the_fake_model_is_in_the_wheel(tmp_path: Path) -> None:

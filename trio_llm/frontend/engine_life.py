@@ -105,7 +105,7 @@ class EngineLife:
             return EngineStatus(state="draining", elapsed_s=elapsed_s)
         if not self.is_ready or self.lost is not None:
             return EngineStatus(
-                state="loading" if self.lost is None else "recovering",
+                state="recovering" if self.is_ready else "loading",
                 phase=progress.phase,
                 done=progress.done,
                 total=progress.total,

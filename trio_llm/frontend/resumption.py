@@ -50,7 +50,7 @@ class Resumption(Generic[RequestT]):
         """An engine has died with these requests unfinished, or before it got them.
 
         Args:
-            could_run: the engine was free to work for this one. What it only keeps, as while it sleeps, is not to blame.
+            could_run: the engine was free to work for this one. What it only keeps, as in its sleep, is not to blame.
 
         Returns:
             The one that is to be given up.
