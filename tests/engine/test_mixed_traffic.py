@@ -73,6 +73,7 @@ class Everything(RuleBasedStateMachine):
         self.idle: set[str] = set()
         self.over: dict[str, str] = {}
         """Finish reasons."""
+        self.aborted: set[str] = set()
         self.calls: dict[int, bool] = {}
         """Answered?"""
 
@@ -167,6 +168,7 @@ class Everything(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         name = data.draw(st.sampled_from(sorted(self.tokens)))
         if name not in self.over:
+            self.aborted.add(name)
             self.handle(Abort([name]))
 
     # ------------------------------------------------------------------------------------- control
@@ -207,6 +209,9 @@ class Everything(RuleBasedStateMachine):
 
     def take(self, row: EngineCoreOutput) -> None:
         name = row.request_id
+        if name in self.over and name in self.aborted:  # it was over before its end was told
+            assert row == EngineCoreOutput(name, 0, [], finish_reason="abort")
+            return
         assert name not in self.over, "a row after the last one"
         assert row.start == len(self.tokens[name]), "a gap or a repeat"
         self.tokens[name] += row.new_token_ids
@@ -237,8 +242,8 @@ class Everything(RuleBasedStateMachine):
 
         for name, expected in self.expected.items():
             reason, tokens = self.over.get(name), self.tokens[name]
-            assert tokens == expected[: len(tokens)]
-            assert tokens == expected or reason in ("abort", "error")
+            assert tokens == expected[: len(tokens)], name
+            assert tokens == expected or reason in ("abort", "error"), name
             assert reason is not None or name in self.idle, "nobody heard of its end"
         for name, position in self.executor.num_computed:
             times = self.executor.num_computed[name, position]

@@ -31,9 +31,9 @@ NUM_BLOCKS = 64
 TIGHT_BLOCKS = 5
 
 STORY = (
-    "Once upon a time there was a small fox who lived at the edge of a large forest. Every morning the fox went down to "
-    "the river to look at its own face in the water, and every morning it found that the water was a little colder than the "
-    "day before, so that it had to think about the winter, and about all the"
+    "Once upon a time there was a small fox who lived at the edge of a large forest. Every morning the fox went down "
+    "to the river to look at its own face in the water, and every morning it found that the water was a little colder "
+    "than the day before, so that it had to think about the winter, and about all the"
 )
 CHOICES = SamplingParams(n=4, seed=20, max_tokens=MAX_TOKENS, ignore_eos=True, top_p=0.95)
 
@@ -99,9 +99,7 @@ def test_batched_and_found_in_the_cache_it_gives_the_tokens_of_each_request_alon
 def test_in_chunks_and_with_a_step_launched_ahead_it_gives_the_same_tokens(
     executor: TorchExecutor, cases: list[Case], reference: list[Answer]
 ) -> None:
-    serving = Serving(
-        executor, run_ahead=1, max_num_batched_tokens=40, max_num_seqs=8, enable_prefix_caching=False
-    )
+    serving = Serving(executor, run_ahead=1, max_num_batched_tokens=40, max_num_seqs=8, enable_prefix_caching=False)
 
     assert_same(serving.serve(cases), reference, cases)
 

@@ -134,9 +134,7 @@ def test_in_one_batch(executor: TorchExecutor, reference: list[Answer], run_ahea
     assert_same(serving.serve(make_cases()), reference, make_cases())
 
 
-def test_in_batches_that_change_all_the_time(
-    executor: TorchExecutor, reference: list[Answer], run_ahead: int
-) -> None:
+def test_in_batches_that_change_all_the_time(executor: TorchExecutor, reference: list[Answer], run_ahead: int) -> None:
     serving = Serving(executor, run_ahead=run_ahead, max_num_seqs=5)
 
     assert_same(serving.serve(make_cases(), steps_between=2), reference, make_cases())

@@ -171,7 +171,7 @@ def test_greedy_rows_in_any_places_among_others_take_the_first_of_their_likelies
     logits[4, width - 1] = 50.0
     logits[5, 4090] = float("nan")
     places = [0, 1, 4, 5, 8]
-    rows = [make_sequence(seed=i, **({"temperature": 0} if i in places else {"top_k": 9})) for i in range(9)]
+    rows = [row(seed=i, temperature=0) if i in places else row(seed=i, top_k=9) for i in range(9)]
 
     results = sample(logits, rows)
 
