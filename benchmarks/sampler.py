@@ -60,7 +60,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64], help="default: 1 8 32 64")
     parser.add_argument("--steps", type=int, default=20, help="steps of each case (default: 20)")
-    parser.add_argument("--only", nargs="+", help="these options alone", choices=[*OPTIONS, "all"])
+    parser.add_argument(
+        "--only", nargs="+", help="these options alone", choices=[*OPTIONS, "all", "greedy with frequency_penalty"]
+    )
     parser.add_argument("--threads", type=int, help="of torch (default: its own choice)")
     parser.add_argument("--device", default="cpu", help="default: cpu")
     options = parser.parse_args()

@@ -162,3 +162,21 @@ def test_the_seed_and_the_position_alone_tell_the_draws_of_equal_rows_apart() ->
 
     assert draw(7, [1, 2]) == draw(7, [3, 4])
     assert len({draw(7, [1, 2]), draw(8, [1, 2]), draw(7, [1, 2, 3]), draw(-(2**63), [1]), draw(2**63 - 1, [1])}) == 5
+
+
+@pytest.mark.parametrize("width", [4096, 5000])
+def test_greedy_rows_in_any_places_among_others_take_the_first_of_their_likeliest_tokens(width: int) -> None:
+    logits = torch.randn(9, width, generator=torch.Generator().manual_seed(3))
+    logits[0, [7, width - 1]] = 50.0
+    logits[4, width - 1] = 50.0
+    logits[5, 4090] = float("nan")
+    places = [0, 1, 4, 5, 8]
+    rows = [row(seed=i, temperature=0) if i in places else row(seed=i, top_k=9) for i in range(9)]
+
+    results = sample(logits, rows)
+
+    assert isinstance(results[5], RowError)
+    good = [i for i in places if i != 5]
+    assert [token_of(results[i]) for i in good] == logits[good].argmax(1).tolist()
+    others = [i for i in range(9) if i not in places]
+    assert [results[i] for i in others] == sample(logits[others], [rows[i] for i in others])

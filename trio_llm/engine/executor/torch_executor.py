@@ -57,7 +57,7 @@ _SCORE_SLICE_BYTES: Final = 32 * 1024 * 1024
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchStep:
     are_sampled: list[bool]
-    """Of the sequences that end in the step, in order: a token, or else a vector."""
+    """Of the chunks with `samples`, in order: a token, or else a vector."""
     tokens: PendingTokens | None
     vectors: list[PooledVector | RowError]
     scored: tuple[list[LogprobRow], ...]

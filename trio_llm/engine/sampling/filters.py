@@ -51,7 +51,6 @@ class TopFilter:
         device: torch.device,
     ) -> None:
         limits = [min(k, width) or width for k in top_k]
-        limits = [min(k, width) or width for k in top_k]
         first_look = min(width, _FIRST_LOOK)
         self._limit = to_device(limits, device, dtype=torch.int64).unsqueeze(1)
         self._top_p = to_device(top_p, device, dtype=torch.float32).unsqueeze(1)

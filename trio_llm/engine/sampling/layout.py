@@ -42,7 +42,7 @@ class _Rank(enum.IntEnum):
     MIN_P = 5
     FREE = 6
     GREEDY = 7
-    """Nothing is to be done but to take the likeliest token: such rows are not even copied."""
+    """Nothing is to be done but to take the likeliest token: on a CPU such rows are not even copied."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,11 +82,14 @@ class Layout:
 
         is_in_order = order == list(range(len(order)))
         self.scored: Tensor | None = None  # int64, which row of the batch each row of the scores is; None: all, as is
-        self.greedy: Tensor | None = None  # the same for the rows that are not copied
+        self.greedy: Tensor | None = None  # int64, the same for the rows behind the scores
+        self.greedy_runs: list[slice] = []
+        """The same as rows of the batch that follow each other."""
         self.back: Tensor | None = None  # int64[B], where each row of the batch is in the order; None: as it is
         if not is_in_order or 0 < self.num_scores < len(order):
             self.scored = to_device(order[: self.num_scores], device, dtype=torch.int64)
             self.greedy = to_device(order[self.num_scores :], device, dtype=torch.int64)
+            self.greedy_runs = _runs(order[self.num_scores :])
         if not is_in_order:
             self.back = to_device(sorted(range(len(order)), key=order.__getitem__), device, dtype=torch.int64)
         self.is_edited = [rank <= _Rank.EDITED_TOP for rank in ranks]
@@ -165,6 +168,12 @@ class Layout:
             edits.append(Penalties(penalised, states, kept.counts))
             self.steps_left = min(self.steps_left, PENALTY_STEPS)
         return edits
+
+
+def _runs(rows: list[int]) -> list[slice]:
+    """Ascending numbers as few slices."""
+    ends = [i for i in range(1, len(rows) + 1) if i == len(rows) or rows[i] != rows[i - 1] + 1]
+    return [slice(rows[begin], rows[end - 1] + 1) for begin, end in zip([0, *ends], ends, strict=False)]
 
 
 def _seed(params: SamplingParams) -> int:

@@ -124,7 +124,7 @@ class Sampler:
         if layout.drawn_from < layout.num_scores:
             parts.append(self._draw(scores, layout, is_own=scores is not logits))
         if layout.greedy is not None and len(layout.greedy):
-            best, token_ids = _likeliest(logits.index_select(0, layout.greedy))
+            best, token_ids = _likeliest_of(logits, layout.greedy, layout.greedy_runs)
             parts.append((best.float(), token_ids))
         if len(parts) == 1 and layout.back is None:
             return parts[0]
@@ -165,11 +165,35 @@ def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
         best, index = scores.max(1)
         return best, index
     # On a CPU the index costs many times what the value does, so it is looked for in one chunk.
-    num_chunks = width // _CHUNK
-    chunk = scores[:, : num_chunks * _CHUNK].unflatten(1, (num_chunks, _CHUNK)).amax(2).argmax(1, keepdim=True)
-    candidates = chunk * _CHUNK + torch.arange(_CHUNK)
-    if num_chunks * _CHUNK < width:
-        rest = torch.arange(num_chunks * _CHUNK, width).expand(len(scores), -1)
-        candidates = torch.cat((candidates, rest), dim=1)
+    candidates = _candidates(_chunk_maxima(scores), width)
     best, place = scores.gather(1, candidates).max(1)
     return best, candidates.gather(1, place.unsqueeze(1)).squeeze(1)
+
+
+def _likeliest_of(scores: Tensor, rows: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
+    """`_likeliest` of some rows. On a CPU copying them would cost more than all else.
+
+    Args:
+        rows: int64[R], ascending.
+        runs: the same.
+    """
+    width = scores.shape[1]
+    if scores.is_cuda or width < _MANY_TOKENS:
+        return _likeliest(scores.index_select(0, rows))
+    candidates = _candidates(torch.cat([_chunk_maxima(scores[run]) for run in runs]), width)
+    best, place = scores[rows.unsqueeze(1), candidates].max(1)
+    return best, candidates.gather(1, place.unsqueeze(1)).squeeze(1)
+
+
+def _chunk_maxima(scores: Tensor) -> Tensor:
+    """The largest score of each whole chunk of each row."""
+    num_chunks = scores.shape[1] // _CHUNK
+    return scores[:, : num_chunks * _CHUNK].unflatten(1, (num_chunks, _CHUNK)).amax(2)
+
+
+def _candidates(maxima: Tensor, width: int) -> Tensor:
+    """Tokens of which one is the likeliest, int64[R, K]: those of the first best chunk, and those behind all chunks."""
+    candidates = maxima.argmax(1, keepdim=True) * _CHUNK + torch.arange(_CHUNK)
+    if (begin := maxima.shape[1] * _CHUNK) < width:
+        candidates = torch.cat((candidates, torch.arange(begin, width).expand(len(maxima), -1)), dim=1)
+    return candidates

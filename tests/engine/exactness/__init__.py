@@ -1,0 +1,1 @@
+"""What must not depend on how the engine goes about it."""
