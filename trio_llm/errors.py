@@ -13,7 +13,7 @@ Pure. Raised everywhere; `frontend/http/errors.py` is the one place that turns t
     ├── KVEventsLostError           a subscriber's: it read too slowly
     └── EngineError
         ├── EngineGenerateError 500 one request's: its neighbours go on
-        ├── EngineUnavailableError 503 loading or draining: a retry can help
+        ├── EngineUnavailableError 503 loading, draining or asleep: a retry can help
         ├── OverloadedError     429 as much waits as may: a retry can help
         │   ├── QueueFullError     429 so many requests (--max-num-queued-reqs)
         │   └── QueuedTokensError  429 so many prompt tokens (--max-num-queued-tokens)
@@ -142,7 +142,7 @@ class EngineGenerateError(EngineError):
 
 
 class EngineUnavailableError(EngineError):
-    """The engine takes no requests at the moment: it is loading, or the server is draining."""
+    """The engine takes no requests at the moment: it is loading or asleep, or the server is draining."""
 
     status = 503
     can_retry = True

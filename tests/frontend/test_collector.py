@@ -146,9 +146,11 @@ async def test_putting_to_a_reader_that_left_does_nothing() -> None:
     collector.put(an_output("a", 1))
     collector.close()
 
-    collector.put(an_output("b", 2))
+    assert collector.put(an_output("b", 2)) == 0
     collector.put_error(EngineDeadError("gone"))
     collector.close()
+    with pytest.raises(trio.ClosedResourceError):
+        await collector.receive()
 
 
 async def test_a_cancelled_reader_has_taken_nothing() -> None:

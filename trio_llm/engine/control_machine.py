@@ -9,6 +9,8 @@ import enum
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from trio_llm.wire.messages import PlainValue
+
 __all__ = [
     "PARTS",
     "PAUSES",
@@ -148,7 +150,7 @@ class ControlMachine:
     def pause_after(self, event: PauseEvent) -> Pause:
         return PAUSES[self.pause].get(event, self.pause)
 
-    def describe(self) -> dict[str, bool | int | float | str | None]:
+    def describe(self) -> dict[str, PlainValue]:
         """As plain data: what control calls answer."""
         return {
             "sleep_level": self.residence.level,

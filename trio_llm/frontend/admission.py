@@ -1,7 +1,7 @@
 """Admission: whether one more request may wait, and the counts that this is decided by.
 
-Pure. `find_overload` decides, values in and decision out. The ledger is kept by the output handler, and asked by
-`AsyncLLM` with nothing between the question and the registration that could let another request in.
+Pure. `find_overload` decides, values in and decision out. The ledger is kept by `LiveRequests`, which asks it
+with nothing between the question and the registration that could let another request in.
 """
 
 from __future__ import annotations

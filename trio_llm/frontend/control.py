@@ -165,7 +165,10 @@ class EngineControl:
         return job.answer
 
     async def ask(self, method: str, *args: PlainValue) -> _Answer:
-        """As `call`, for a method that changes nothing: it does not wait for the calls before it."""
+        """As `call`, for a method that changes nothing: it does not wait for the calls before it.
+
+        Cancellation: the answer is dropped.
+        """
         self._check_ready()
         return await self._utilities.call(method, *args)
 

@@ -118,7 +118,7 @@ class EngineClient(LibraryCalls):
         Raises (on entering):
             InvalidRequestError: the request can never work.
             OverloadedError: as much is unfinished as may be.
-            EngineUnavailableError: the engine is loading or draining.
+            EngineUnavailableError: the engine is loading, draining or asleep.
             EngineDeadError: the engine is gone.
         """
 
@@ -147,7 +147,8 @@ class EngineClient(LibraryCalls):
             InvalidRequestError: the request can never work.
             NotSupportedError: the model has no such task, or this client no such method.
             OverloadedError: as much is unfinished as may be.
-            EngineUnavailableError: the engine is loading or draining, also if that ends a request that runs.
+            EngineUnavailableError: the engine is loading, draining or asleep; also if the end of a drain ends this
+                request.
             EngineGenerateError: this request failed, or was aborted by its id.
             EngineDeadError: the engine is gone.
         """
@@ -155,7 +156,8 @@ class EngineClient(LibraryCalls):
 
     @abc.abstractmethod
     def check_admission(self) -> None:
-        """Raise what entering `generate()` would raise for no fault of the request: loading, draining, dead, full."""
+        """Raise what entering `generate()` would raise for no fault of the request: the engine is loading, draining,
+        asleep, dead or full."""
 
     # ---------------------------------------------------------------------------------------- state
 
@@ -247,7 +249,8 @@ class EngineClient(LibraryCalls):
             NotSupportedError: the engine was opened without `EngineConfig(kv_events=True)`.
 
         Raises (on entering):
-            EngineDeadError: the engine is gone; later, the iteration ends with it.
+            EngineDeadError: the engine is gone; later, the iteration ends with it. One that is started again has an
+                empty cache, and begins with `AllBlocksCleared`.
         """
         self._refuse("kv_events")
 

@@ -30,7 +30,7 @@ class Wish:
     external_id: str
     params: SamplingParams | PoolingParams
     kind: type[SamplingParams] | type[PoolingParams] = SamplingParams
-    """Of parameters, that this can be asked for with."""
+    """Of parameters: the one that suits what is asked for."""
     priority: int = 0
     cache_salt: str | None = None
 

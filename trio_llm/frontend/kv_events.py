@@ -115,9 +115,8 @@ class KVEventHub:
             batches._close()
 
     def put(self, message: EngineCoreOutputs) -> None:
-        """Pass on the events of a message, if it has any. Never blocks."""
-        if message.kv_events:
-            self._put(KVEventBatch(message.timestamp, message.kv_events))
+        """Pass on the events of a message that has some. Never blocks."""
+        self._put(KVEventBatch(message.timestamp, message.kv_events))
 
     def clear(self) -> None:
         """The engine is dead and another one is started, which has nothing in its cache. Synchronous."""

@@ -79,7 +79,7 @@ class LibraryCalls(abc.ABC):
         Raises:
             InvalidRequestError: the request can never work.
             OverloadedError: as much is unfinished as may be.
-            EngineUnavailableError: the engine is loading or draining.
+            EngineUnavailableError: the engine is loading, draining or asleep.
             EngineGenerateError: this request failed.
             EngineDeadError: the engine is gone.
         """

@@ -1,6 +1,6 @@
 """open_llm: start an engine, and stop it at the end of the block.
 
-The nursery held here owns the engine's tasks, the output handler and the statistics logger.
+The nursery held here owns every task of an `AsyncLLM`; docs/architecture.md lists them.
 """
 
 from __future__ import annotations

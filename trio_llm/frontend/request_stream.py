@@ -66,7 +66,7 @@ class GenerateStream:
         Raises:
             InvalidRequestError: the request can never work.
             OverloadedError: the limits of this front end are reached.
-            EngineUnavailableError: the engine is loading or draining.
+            EngineUnavailableError: the engine is loading, draining or asleep.
             EngineDeadError: the engine is gone.
         """
         if self._stage != "new":
@@ -82,7 +82,7 @@ class GenerateStream:
         return self
 
     async def __aexit__(
-        self, exc_type: type[BaseException] | None, exc: BaseException | None, traceback: TracebackType | None
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         """Abort the request unless it is over. Never waits, so that it works in a cancelled task."""
         assert self._request is not None

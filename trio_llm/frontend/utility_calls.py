@@ -1,4 +1,7 @@
-"""UtilityCalls: calls into the engine's method table that wait for their answer. Used by `AsyncLLM`."""
+"""UtilityCalls: calls into the engine's method table that wait for their answer.
+
+Used by `AsyncLLM` and `EngineControl`. A call outlives an engine: the next one gets it again.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +30,8 @@ _Answer = UtilityResult | EngineDeadError | EngineGenerateError | EngineUnavaila
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
+    """A call without an answer; `max_deaths` as in `UtilityCalls.call`."""
+
     call: UtilityCall
     send: trio.MemorySendChannel[_Answer]
     max_deaths: int | None

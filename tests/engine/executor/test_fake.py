@@ -1,3 +1,5 @@
+"""FakeExecutor: its tokens and vectors follow from the request alone, and its faults come as they are asked for."""
+
 from __future__ import annotations
 
 import math

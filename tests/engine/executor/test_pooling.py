@@ -78,16 +78,6 @@ def expected_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def executor(llama_dir: Path) -> TorchExecutor:
-    return load(llama_dir)
-
-
-@pytest.fixture(scope="module")
 def classifier_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_classifier(tmp_path_factory.mktemp("classifier"), CONFIGS["llama with grouped queries"], num_labels=3)
 

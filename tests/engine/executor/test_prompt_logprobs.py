@@ -73,16 +73,6 @@ def assert_close(rows: list[LogprobRow], expected: list[LogprobRow]) -> None:
         assert row.logprobs == pytest.approx(one.logprobs, abs=1e-4)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def executor(folder: Path) -> TorchExecutor:
-    return load(folder)
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_they_are_those_of_the_whole_sequence_at_once_whole_and_in_chunks(kind: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, CONFIGS[kind])
@@ -98,7 +88,7 @@ def test_they_are_those_of_the_whole_sequence_at_once_whole_and_in_chunks(kind: 
 
 
 def test_logits_are_made_in_slices_that_do_not_show(
-    executor: TorchExecutor, folder: Path, monkeypatch: pytest.MonkeyPatch
+    executor: TorchExecutor, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = make_prompt(50)
     monkeypatch.setattr(torch_executor, "_SCORE_SLICE_BYTES", 7 * 4 * VOCABULARY)
@@ -113,11 +103,11 @@ def test_logits_are_made_in_slices_that_do_not_show(
 
     monkeypatch.setattr(executor._model, "logits_at", watch)
 
-    assert_close(scores(executor, [make_sequence("a", prompt, scoring())])["a"], expected_rows(folder, prompt))
+    assert_close(scores(executor, [make_sequence("a", prompt, scoring())])["a"], expected_rows(llama_dir, prompt))
     assert widest == 7
 
 
-def test_a_preempted_sequence_has_each_of_them_once(executor: TorchExecutor, folder: Path) -> None:
+def test_a_preempted_sequence_has_each_of_them_once(executor: TorchExecutor, llama_dir: Path) -> None:
     prompts = [make_prompt(30 + i) for i in range(4)]
     scheduler = make_scheduler(executor, num_blocks=6)
     params = scoring(max_tokens=60, ignore_eos=True)
@@ -126,7 +116,7 @@ def test_a_preempted_sequence_has_each_of_them_once(executor: TorchExecutor, fol
 
     assert scheduler.stats().num_preempted > 0
     for i, prompt in enumerate(prompts):
-        assert_close(found[str(i)], expected_rows(folder, prompt))
+        assert_close(found[str(i)], expected_rows(llama_dir, prompt))
 
 
 def test_neither_tokens_nor_neighbours_change(executor: TorchExecutor) -> None:
@@ -152,9 +142,9 @@ def test_a_prompt_of_one_token_has_none_and_alternatives_are_as_many_as_asked_fo
 
 
 def test_greedy_with_allowed_ids_takes_the_likeliest_of_them_at_every_step(
-    executor: TorchExecutor, folder: Path
+    executor: TorchExecutor, llama_dir: Path
 ) -> None:
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32, attn_implementation="eager")
     allowed, prompt = [11, 12, 40, 41, 60], make_prompt(20)
     expected = list(prompt)
     for _ in range(8):
@@ -167,8 +157,8 @@ def test_greedy_with_allowed_ids_takes_the_likeliest_of_them_at_every_step(
     assert answers(executor, [make_sequence("a", prompt, params)]) == [expected[20:]]
 
 
-def test_greedy_with_bad_words_is_what_transformers_generates(executor: TorchExecutor, folder: Path) -> None:
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+def test_greedy_with_bad_words_is_what_transformers_generates(executor: TorchExecutor, llama_dir: Path) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32, attn_implementation="eager")
     oracle.generation_config.pad_token_id = 0
     prompt = make_prompt(20)
     free = answers(executor, [make_sequence("free", prompt)])[0]

@@ -10,7 +10,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.executor.test_torch_executor import answers, make_prompt, make_scheduler, make_sequence
-from tests.engine.tiny_models import load, save_model
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
@@ -26,16 +25,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"min_p": 0.1, "temperature": 1.5},
     {"temperature": 0},
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def executor(folder: Path) -> TorchExecutor:
-    return load(folder)
 
 
 def make_rows() -> list[Sequence]:
@@ -54,9 +43,9 @@ def make_rows() -> list[Sequence]:
     ],
 )
 def test_greedy_with_an_option_is_what_transformers_generates(
-    fields: dict[str, Any], generation: dict[str, Any], executor: TorchExecutor, folder: Path
+    fields: dict[str, Any], generation: dict[str, Any], executor: TorchExecutor, llama_dir: Path
 ) -> None:
-    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    oracle = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32, attn_implementation="eager")
     ids = torch.tensor([make_prompt(33)])
     mask = torch.ones_like(ids)
     out = oracle.generate(

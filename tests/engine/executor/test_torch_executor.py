@@ -80,16 +80,6 @@ def expected_greedy(model: Any, prompt: list[int]) -> list[int]:
     return [int(i) for i in out[0, len(prompt) :]]
 
 
-@pytest.fixture(scope="module")
-def llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_model(tmp_path_factory.mktemp("llama"))
-
-
-@pytest.fixture(scope="module")
-def executor(llama_dir: Path) -> TorchExecutor:
-    return load(llama_dir)
-
-
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_greedy_answers_are_those_of_transformers_whole_and_in_chunks(kind: str, tmp_path: Path) -> None:
     folder = save_model(tmp_path, CONFIGS[kind])

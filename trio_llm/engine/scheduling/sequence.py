@@ -129,7 +129,7 @@ _order = attrgetter("order")
 
 
 class SequenceQueue:
-    """Sequences by priority, then arrival. Looking at either end is O(1), a change costs a bisection and a shift."""
+    """Sequences by priority, then arrival. Looking at the last one is O(1), a change costs a bisection and a shift."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -140,11 +140,6 @@ class SequenceQueue:
     def __iter__(self) -> Iterator[Sequence]:
         """In order. The queue must not change meanwhile; iterate over a copy to change it."""
         return iter(self._sequences)
-
-    @property
-    def first(self) -> Sequence:
-        """The one to serve first. The queue must not be empty."""
-        return self._sequences[0]
 
     @property
     def last(self) -> Sequence:

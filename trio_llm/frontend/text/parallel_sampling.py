@@ -1,6 +1,6 @@
 """Parallel sampling: one request for n choices becomes n requests to the engine, and their ends become one.
 
-Pure. Used by the output handler, which sends the children, the output processor and the collector. The engine computes
+Pure. Used by `LiveRequests`, which sends the children, the output processor and the collector. The engine computes
 the prompt for the first child, and the others find it in the prefix cache, but for its last, unfilled block.
 """
 
