@@ -164,7 +164,7 @@ class _ControlRoutes:
 
 
 def _query(http: Request, *names: str) -> QueryParams:
-    """The query, with no other names, and no body, for the same reason as `_body`: a pause meant to keep would abort."""
+    """The query, with no other names, and no body, as with `_body`: else a pause that was meant to keep would abort."""
     if http.headers.get("content-length", "0") != "0" or "transfer-encoding" in http.headers:
         raise InvalidRequestError("parameters of this path go into the query, not into a body")
     if strange := sorted(set(http.query_params) - set(names)):
