@@ -1,6 +1,6 @@
 """Resumption: which unfinished requests the next engine gets at once, which one after the other, and which no more.
 
-Pure. Used by the output handler when an engine has died and another one is started.
+Pure. Used by `LiveRequests` when an engine has died and another one is started.
 """
 
 from __future__ import annotations

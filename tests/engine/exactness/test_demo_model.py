@@ -49,7 +49,8 @@ def model(model_dir: Path) -> CausalLM:
 
 
 def executor_of(model: CausalLM, num_blocks: int) -> TorchExecutor:
-    return TorchExecutor(model, CachePlan(num_blocks, max_model_len=32 * min(num_blocks, 36)), model_dir="demo")
+    model_dir = str(locate_model(EngineConfig(), lambda *_: None))
+    return TorchExecutor(model, CachePlan(num_blocks, max_model_len=32 * min(num_blocks, 36)), model_dir=model_dir)
 
 
 @pytest.fixture(scope="module")
