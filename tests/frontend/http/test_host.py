@@ -215,13 +215,18 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, mo
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 async def test_the_first_signal_asks_to_stop(number: int) -> None:
     stop = trio.Event()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stop_on_signals, stop)
-        await trio.testing.wait_all_tasks_blocked()
-        os.kill(os.getpid(), number)
-        with trio.fail_after(BOUND_S):
-            await stop.wait()
-        nursery.cancel_scope.cancel()
+    # Under nohup the tests would begin with one that is ignored, which is another test's case.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stop_on_signals, stop)
+            await trio.testing.wait_all_tasks_blocked()
+            os.kill(os.getpid(), number)
+            with trio.fail_after(BOUND_S):
+                await stop.wait()
+            nursery.cancel_scope.cancel()
+    finally:
+        signal.signal(number, before)
 
 
 async def test_a_hangup_that_is_ignored_stays_so() -> None:
