@@ -95,6 +95,8 @@ class TrioSocket:
                 result = operation()
             except zmq.Again:
                 has_yielded = True
+                # It has looked, too, and may have taken the signal that says the other direction is ready.
+                self._wake_ready()
                 if not self._is_ready(direction):
                     await self._wait_until_ready(direction)
                 elif direction is zmq.PollEvent.POLLOUT:
@@ -110,6 +112,7 @@ class TrioSocket:
 
     async def _wait_until_ready(self, direction: zmq.PollEvent) -> None:
         while not self._is_ready(direction):
+            self._wake_ready()  # so may this look
             if self._leads_for is not None:
                 await self._parked[direction].park()
             else:
