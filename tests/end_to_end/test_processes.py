@@ -121,7 +121,7 @@ async def assert_idle(llm: AsyncLLM) -> None:
 
 async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind() -> None:
     FAKE_ENGINE_COUNT.append("requests are cancelled over zmq")
-    fake = FakeEngineConfig(model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH)
+    fake = FakeEngineConfig(model_dir=str(MODEL_DIR), logits_width=LOGITS_WIDTH, step_s=0.005)
     with trio.fail_after(120):
         async with open_llm(EngineConfig(fake=fake, num_gpu_blocks_override=200, max_num_queued_reqs=8)) as llm:
             for work, least in WORKLOADS.items():
