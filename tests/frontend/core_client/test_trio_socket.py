@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import trio
 import zmq
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from trio_llm.frontend.core_client.trio_socket import TrioSocket
 
@@ -227,3 +229,103 @@ async def test_every_operation_is_a_schedule_point(pipe: Pair) -> None:
             nursery.cancel_scope.cancel()
 
     assert turns >= 40
+
+
+# ---------------------------------------------------------------------------------- look by look, scripted
+
+
+class ScriptedSocket:
+    """A zmq socket in what matters here: whatever is done to it takes the signal off its descriptor, and things happen
+    to it right after any of these moments.
+
+    Args:
+        arrives_after: the number of moments after which a message comes in.
+        opens_after: the number of moments after which it can send.
+    """
+
+    closed = False
+
+    def __init__(self, *, arrives_after: int, opens_after: int) -> None:
+        self.fd = os.eventfd(0, os.EFD_NONBLOCK)
+        self._happens = {"arrives": arrives_after, "opens": opens_after}
+        self._seen: set[str] = set()
+        """What has happened and was noticed."""
+        self._moments = 0
+        self._has_message = True
+        if 0 in self._happens.values():
+            os.eventfd_write(self.fd, 1)
+
+    def _moment(self) -> set[str]:
+        """What is known now. What happens right after it is known to nobody, but signalled."""
+        with suppress(BlockingIOError):
+            os.eventfd_read(self.fd)
+        self._seen |= {event for event, after in self._happens.items() if after <= self._moments}
+        known = set(self._seen)
+        self._moments += 1
+        if self._moments in self._happens.values():
+            os.eventfd_write(self.fd, 1)
+        return known
+
+    def getsockopt(self, option: int) -> int:
+        if option == zmq.FD:
+            return self.fd
+        assert option == zmq.EVENTS
+        known = self._moment()
+        return (zmq.POLLIN if "arrives" in known and self._has_message else 0) | (
+            zmq.POLLOUT if "opens" in known else 0
+        )
+
+    def send_multipart(self, parts: list[bytes], flags: int) -> None:
+        if "opens" not in self._moment():
+            raise zmq.Again
+
+    def recv_multipart(self, flags: int) -> list[bytes]:
+        if "arrives" not in self._moment() or not self._has_message:
+            raise zmq.Again
+        self._has_message = False
+        return [b"message"]
+
+
+@pytest.mark.parametrize("arrives_after", range(16))
+@pytest.mark.parametrize("opens_after", range(16))
+@pytest.mark.parametrize("receives_first", [True, False])
+def test_nobody_sleeps_on_whatever_happens_between_any_two_looks(
+    arrives_after: int, opens_after: int, receives_first: bool
+) -> None:
+    raw = ScriptedSocket(arrives_after=arrives_after, opens_after=opens_after)
+    socket = TrioSocket(raw)  # type: ignore[arg-type]
+    done: list[str] = []
+
+    async def receive() -> None:
+        assert await socket.recv_multipart() == [b"message"]
+        done.append("received")
+
+    async def send() -> None:
+        for _ in range(3):
+            await socket.send_multipart([b"x"])
+        done.append("sent")
+
+    async def look_on() -> None:
+        """Until everything has happened: moments pass only when somebody looks."""
+        while raw._moments <= max(arrives_after, opens_after):
+            await wait_all_tasks_blocked()
+            raw._moments += 1
+            if raw._moments in (arrives_after, opens_after):
+                os.eventfd_write(raw.fd, 1)
+
+    async def main() -> None:
+        tasks = [receive, send] if receives_first else [send, receive]
+        with trio.move_on_after(1):
+            async with trio.open_nursery() as nursery:
+                for task in tasks:
+                    nursery.start_soon(task)
+                    await wait_all_tasks_blocked()
+                nursery.start_soon(look_on)
+
+    try:
+        # A mock second: it is over as soon as nobody has anything to do.
+        trio.run(main, clock=MockClock(autojump_threshold=0.02))
+    finally:
+        os.close(raw.fd)
+
+    assert sorted(done) == ["received", "sent"]

@@ -1,12 +1,12 @@
 """TrioSocket: one zmq socket driven by Trio, for any number of tasks. Used by the core clients.
 
 zmq gives each socket one descriptor (`FD`) that becomes readable when something *may* have changed, in either
-direction, and every operation on the socket may take that signal back. Hence three rules, which
-`tests/frontend/core_client/test_trio_socket.py` puts under load:
+direction, and every operation on the socket, a look at its `EVENTS` too, may take that signal back. Hence three rules,
+which `tests/frontend/core_client/test_trio_socket.py` puts under load and takes apart look by look:
 
-* wait only after `EVENTS` said "not ready", with no checkpoint between the two;
+* wait only after `EVENTS` said "not ready", with no checkpoint and no other look between the two;
 * one task, the leader, waits on the descriptor; the others are parked, and a leader that goes passes the lead on;
-* after every operation look at `EVENTS` again and wake whoever it is ready for.
+* after every operation look at `EVENTS` again, and whoever looks, for whatever reason, wakes all for whom it is ready.
 """
 
 from __future__ import annotations
@@ -95,9 +95,7 @@ class TrioSocket:
                 result = operation()
             except zmq.Again:
                 has_yielded = True
-                # It has looked, too, and may have taken the signal that says the other direction is ready.
-                self._wake_ready()
-                if not self._is_ready(direction):
+                if not self._look() & direction:
                     await self._wait_until_ready(direction)
                 elif direction is zmq.PollEvent.POLLOUT:
                     # A ROUTER is ready when any peer is, but this one's peer is not: nothing tells when it will be.
@@ -105,14 +103,14 @@ class TrioSocket:
                 else:
                     await trio.lowlevel.checkpoint()  # a message came between the two looks
                 continue
-            self._wake_ready()
+            if self._leads_for is not None or any(self._parked.values()):
+                self._look()
             if not has_yielded:
                 await trio.lowlevel.cancel_shielded_checkpoint()
             return result
 
     async def _wait_until_ready(self, direction: zmq.PollEvent) -> None:
-        while not self._is_ready(direction):
-            self._wake_ready()  # so may this look
+        while not self._look() & direction:
             if self._leads_for is not None:
                 await self._parked[direction].park()
             else:
@@ -125,25 +123,25 @@ class TrioSocket:
         try:
             await trio.lowlevel.wait_readable(self._fd)
         except trio.ClosedResourceError:
-            pass  # woken by `_wake_ready` or `close`; the caller looks again
+            pass  # woken by `_look` or `close`; the caller looks again
         finally:
             self._leads_for = None
             for lot in self._parked.values():
                 lot.unpark_all()
 
-    def _wake_ready(self) -> None:
-        """After an operation, which may have taken the signal the leader waits for."""
-        if self._leads_for is None and not any(self._parked.values()):
-            return
+    def _look(self) -> int:
+        """What the socket is ready for: zmq.PollEvent flags.
+
+        Whoever waits for one of them is woken: this look may have taken the signal that was to do it. One look for both
+        directions: a second one could take the signal of what came between.
+        """
+        events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
         for direction in _DIRECTIONS:
-            if self._is_ready(direction):
+            if events & direction:
                 if self._leads_for == direction:
                     trio.lowlevel.notify_closing(self._fd)
                 self._parked[direction].unpark()
-
-    def _is_ready(self, direction: zmq.PollEvent) -> bool:
-        events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
-        return bool(events & direction)
+        return events
 
     def _check_open(self) -> None:
         if self._socket.closed:
