@@ -81,13 +81,19 @@ class AsyncLLM(ControlCalls, EngineClient):
         self._entrance = Entrance(self, self._live)
         self._control = EngineControl(self._utilities, self._check_ready)
         self._kv_events = KVEventHub()
+        self._life = EngineLife(
+            config,
+            kill=core.kill,
+            num_expected=self._num_expected,
+            is_under_control=lambda: self._control.is_under_way,
+        )
         self._handler = OutputHandler(
             core,
             self._live,
             self._recorder,
             OutputHandlerHooks(
-                on_sign_of_life=self._on_sign_of_life,
-                on_step=self._on_step,
+                on_sign_of_life=self._life.sign_of_life,
+                on_step=self._life.step,
                 on_progress=self._on_progress,
                 on_ready=self._on_ready,
                 on_utility_result=self._on_utility_result,
@@ -96,12 +102,6 @@ class AsyncLLM(ControlCalls, EngineClient):
                 on_dead=self._on_dead,
             ),
             ack_steps=max(1, config.credit_steps // 8),
-        )
-        self._life = EngineLife(
-            config,
-            kill=core.kill,
-            num_expected=self._num_expected,
-            is_under_control=lambda: self._control.is_under_way,
         )
         self._has_ready_message = trio.Event()
         self._ready_message: Ready | None = None
@@ -312,12 +312,6 @@ class AsyncLLM(ControlCalls, EngineClient):
             self._recorder.log()
 
     # ----------------------------------------------------------------------------------------- hooks
-
-    def _on_sign_of_life(self) -> None:
-        self._life.sign_of_life()
-
-    def _on_step(self) -> None:
-        self._life.step()
 
     def _on_progress(self, progress: Progress) -> None:
         self._life.progress = progress

@@ -70,7 +70,9 @@ class EngineLife:
     def lose(self, lost: EngineLost) -> None:
         """An incarnation is dead, and another one is started."""
         self.lost = lost
-        self._start_again()
+        self.progress = Progress(0, "starting", 0, 0)
+        self._started_s = self._last_life_s = trio.current_time()
+        self._is_killed = False
 
     def ready(self) -> None:
         """An incarnation is ready: the first, or one that goes on after a death."""
@@ -87,11 +89,6 @@ class EngineLife:
         await self._is_dead.wait()
         assert self.dead_error is not None
         return self.dead_error
-
-    def _start_again(self) -> None:
-        self.progress = Progress(0, "starting", 0, 0)
-        self._started_s = self._last_life_s = trio.current_time()
-        self._is_killed = False
 
     # --------------------------------------------------------------------------------------- answers
 

@@ -325,7 +325,6 @@ class Scheduler:
 
     def _append(self, sequence: Sequence, sampled: SampledToken) -> EngineCoreOutput:
         start = sequence.next_start
-        is_first = start == 0
         sequence.token_ids.append(sampled.token_id)
         finish_reason, stop_reason = find_end(sequence, self._limits)
         if finish_reason is not None:
@@ -340,7 +339,7 @@ class Scheduler:
             logprobs=None if sampled.logprobs is None else [sampled.logprobs],
             finish_reason=finish_reason,
             stop_reason=stop_reason,
-            num_cached_tokens=sequence.num_cached_tokens or 0 if is_first else 0,
+            num_cached_tokens=(sequence.num_cached_tokens or 0) if start == 0 else 0,
             goes_on=sequence.is_resumable and finish_reason is not None,
         )
 
