@@ -40,6 +40,42 @@ async def ask(llm: AsyncLLM, prompt: str = "hello") -> list[int]:
         return [t async for output in stream for t in output.outputs[0].token_ids]
 
 
+async def start_and_stop_profile(llm: AsyncLLM) -> None:
+    await llm.start_profile()
+    await llm.stop_profile()
+
+
+async def refused_adapter(llm: AsyncLLM) -> None:
+    await trio.lowlevel.checkpoint()
+    for call in (
+        lambda: llm.add_lora("a", "b"),
+        lambda: llm.remove_lora("a"),
+        lambda: llm.pin_lora("a"),
+        llm.list_loras,
+    ):
+        with pytest.raises(NotSupportedError):
+            await call()
+    await trio.lowlevel.checkpoint()
+
+
+class Profiler:
+    """In place of a device's: it records or does not, and writes a file for what it has recorded."""
+
+    def __init__(self) -> None:
+        self.folder: Path | None = None
+        self.num_written = 0
+
+    def start(self, folder: Path) -> None:
+        self.folder = self.folder or folder
+
+    def stop(self) -> str | None:
+        folder, self.folder = self.folder, None
+        if folder is None:
+            return None
+        self.num_written += 1
+        return str(folder / f"{self.num_written}.json")
+
+
 async def work_through(llm: AsyncLLM, method: str, folder: str) -> None:
     """One call, as a user who takes what may come of it."""
     calls: dict[str, Callable[[], Awaitable[object]]] = {
@@ -57,15 +93,22 @@ async def work_through(llm: AsyncLLM, method: str, folder: str) -> None:
         "reset_prefix_cache": llm.reset_prefix_cache,
         "collective_rpc": lambda: llm.collective_rpc("check_scheduler", timeout_s=BOUND_S),
         "update_weights": lambda: llm.update_weights(folder, version="v2"),
+        "start_profile": llm.start_profile,
+        "stop_profile": llm.stop_profile,
+        "start and stop profile": lambda: start_and_stop_profile(llm),
+        "a call for adapters": lambda: refused_adapter(llm),
     }
     await calls[method]()
 
 
-METHODS = [
+TO_THE_ENGINE = [
     *("sleep 1", "sleep 2", "wake_up", "wake_up weights", "wake_up kv_cache", "is_sleeping"),
     *("pause abort", "pause wait", "pause keep", "resume", "is_paused"),
     *("reset_prefix_cache", "collective_rpc", "update_weights"),
+    *("start_profile", "stop_profile", "start and stop profile"),
 ]
+METHODS = [*TO_THE_ENGINE, "a call for adapters"]
+"""The last is refused before it gets there."""
 
 
 @asynccontextmanager
@@ -73,7 +116,10 @@ async def open_busy(num_requests: int = 3) -> AsyncIterator[tuple[FakeSetUp, lis
     """A FakeLLM with requests that run, until the block ends; and how each ended."""
     ends: list[str | None] = []
     params = SamplingParams(max_tokens=400, output_kind=RequestOutputKind.FINAL_ONLY)
-    async with open_fake_llm(max_model_len=1000) as fake, trio.open_nursery() as nursery:
+    async with open_fake_llm(max_model_len=1000, profile_dir="/profiles") as fake, trio.open_nursery() as nursery:
+        profiler = Profiler()
+        fake.llm._executor.start_profile = profiler.start  # type: ignore[method-assign]
+        fake.llm._executor.stop_profile = profiler.stop  # type: ignore[method-assign]
 
         async def read(started: trio.Event) -> None:
             async with fake.llm.generate("run along", params) as stream:
@@ -418,12 +464,12 @@ async def test_profiles_need_a_real_engine_and_adapters_are_not_supported() -> N
 
 async def test_while_the_model_loads_control_calls_are_refused() -> None:
     async with open_fake_llm(wait_until_ready=False) as fake:
-        for method in METHODS:
+        for method in TO_THE_ENGINE:
             with pytest.raises(EngineUnavailableError):
                 await work_through(fake.llm, method, ".")
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", TO_THE_ENGINE)
 async def test_the_engines_death_ends_calls_that_wait_and_those_that_come(method: str) -> None:
     errors: list[TrioLLMError] = []
     async with open_fake_llm() as fake:

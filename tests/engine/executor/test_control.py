@@ -262,6 +262,24 @@ def test_moving_weights_to_where_they_are_touches_no_tensor(tmp_path: Path) -> N
     assert {name: parameter.data_ptr() for name, parameter in module.named_parameters()} == before
 
 
+def test_profiles_begun_and_ended_twenty_times_at_once_beside_requests_are_one_and_change_no_answer(
+    tmp_path: Path,
+) -> None:
+    folder = save_model(tmp_path / "served")
+    engine = an_engine(folder, profile_dir=str(tmp_path / "profiles"))
+    engine.send(*requests())
+    engine.step(3)
+    for _ in range(20):
+        engine.ask("start_profile")
+    engine.step(3)
+    paths = [engine.ask("stop_profile") for _ in range(20)]
+    engine.run()
+
+    assert [path for path in paths if path is not None] == paths[:1]
+    assert [str(path) for path in (tmp_path / "profiles").iterdir()] == paths[:1]
+    assert answers(engine) == fresh_answers(folder)
+
+
 def test_a_profile_is_a_trace_in_the_operators_folder(tmp_path: Path) -> None:
     folder = save_model(tmp_path / "served")
     engine = an_engine(folder, profile_dir=str(tmp_path / "profiles"))
