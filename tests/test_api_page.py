@@ -31,8 +31,8 @@ from trio_llm.frontend.http.openai.pooling import (
     ScoreRequest,
     VectorFields,
 )
-from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS, MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
+from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS, MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,

@@ -64,7 +64,7 @@ class Module:
 
     @property
     def room(self) -> str:
-        """`frontend` for trio_llm.frontend.http.host; `errors` for trio_llm.errors; empty for the package itself."""
+        """`frontend` for trio_llm.frontend.http.app, `errors` for trio_llm.errors, empty for the package itself."""
         return f"{self.name}.".split(".")[1]
 
     @property
@@ -105,7 +105,7 @@ def load_package() -> list[Module]:
 
 Complaints = Iterator[str]
 _FLOORS: Final = {
-    **dict.fromkeys(("errors", "config", "sampling", "pooling", "outputs", "version"), 0),
+    **dict.fromkeys(("errors", "config", "quoting", "sampling", "pooling", "outputs", "version"), 0),
     "wire": 1,
     **dict.fromkeys(("frontend", "engine"), 2),
     **dict.fromkeys(("client", "testing", "cli"), 3),
@@ -255,7 +255,7 @@ Rule = Callable[[Sequence[Module]], Complaints]
 
 PLANTED: Final[dict[Rule, list[dict[str, str]]]] = {
     imports_go_down_or_stay_in_the_room: [
-        {"trio_llm.wire.codec": "from trio_llm.frontend.status import EngineStatus"},
+        {"trio_llm.wire.codec": "from trio_llm.frontend.control.status import EngineStatus"},
         {"trio_llm.frontend.a": "from trio_llm.engine.b import c"},
         {"trio_llm.engine.a": "def f():\n    import trio_llm.frontend.b"},
         {"trio_llm.frontend.a": "if TYPE_CHECKING:\n    from trio_llm.cli.main import app"},

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.end_to_end.death_matrix import ENGINE, FAULTS, FRONT_END, MOMENTS, render_engine, render_front_end
-from tests.frontend.engine_states import diagram
+from tests.support.engine_states import diagram
 from trio_llm.config import MIN_STALL_TIMEOUT_S, EngineConfig
 from trio_llm.frontend.core_client.restart_policy import WINDOW_S, RestartPolicy
 

@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     )
     from trio_llm.frontend.async_llm import AsyncLLM
     from trio_llm.frontend.engine_client import EngineClient
-    from trio_llm.frontend.http.host import serve
+    from trio_llm.frontend.http.server.server import serve
     from trio_llm.frontend.kv_events import KVEventBatch
-    from trio_llm.frontend.opening import open_llm
-    from trio_llm.frontend.sessions import StreamingInput
+    from trio_llm.frontend.open_llm import open_llm
+    from trio_llm.frontend.requests.sessions import StreamingInput
     from trio_llm.outputs import CompletionOutput, PoolingOutput, RequestOutput
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import RequestOutputKind, SamplingParams
@@ -76,10 +76,10 @@ _HOMES: Final = {
     "RequestTimeoutError": "trio_llm.errors",
     "SamplingParams": "trio_llm.sampling",
     "ServerConfig": "trio_llm.config",
-    "StreamingInput": "trio_llm.frontend.sessions",
+    "StreamingInput": "trio_llm.frontend.requests.sessions",
     "TrioLLMError": "trio_llm.errors",
-    "open_llm": "trio_llm.frontend.opening",
-    "serve": "trio_llm.frontend.http.host",
+    "open_llm": "trio_llm.frontend.open_llm",
+    "serve": "trio_llm.frontend.http.server.server",
 }
 
 __all__ = [

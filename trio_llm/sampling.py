@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from trio_llm.errors import InvalidRequestError
+from trio_llm.quoting import quote
 
 __all__ = [
     "MAX_ALLOWED_TOKEN_IDS",
@@ -182,12 +183,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
 def _check_number(name: str, value: Any, low: float, high: float) -> None:
     # `not low <= x <= high` refuses NaN too, which `x < low or x > high` would let pass.
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be a number from {low} to {high}, not {_quote(value)}", name)
+        raise InvalidRequestError(f"{name} must be a number from {low} to {high}, not {quote(value)}", name)
 
 
 def _check_integer(name: str, value: Any, low: int, high: int, *, param: str | None = None) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        message = f"{name} must be an integer from {low} to {high}, not {_quote(value)}"
+        message = f"{name} must be an integer from {low} to {high}, not {quote(value)}"
         raise InvalidRequestError(message, param or name)
 
 
@@ -199,7 +200,7 @@ def _check_stop(stop: Any) -> tuple[str, ...]:
     for text in stop:
         if not isinstance(text, str) or not 1 <= len(text) <= MAX_STOP_STRING_CHARS:
             raise InvalidRequestError(
-                f"each of stop must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, not {_quote(text)}", "stop"
+                f"each of stop must be a string of 1 to {MAX_STOP_STRING_CHARS} characters, not {quote(text)}", "stop"
             )
         if not is_valid_text(text):
             raise InvalidRequestError("a stop string contains a lone surrogate, which is not valid text", "stop")
@@ -212,7 +213,7 @@ def _check_bad_words(words: Any) -> tuple[str, ...]:
     for word in words:
         if not isinstance(word, str) or not 1 <= len(word) <= MAX_BAD_WORD_CHARS:
             raise InvalidRequestError(
-                f"each of bad_words must be a string of 1 to {MAX_BAD_WORD_CHARS} characters, not {_quote(word)}",
+                f"each of bad_words must be a string of 1 to {MAX_BAD_WORD_CHARS} characters, not {quote(word)}",
                 "bad_words",
             )
         if not is_valid_text(word):
@@ -261,9 +262,3 @@ def is_valid_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _quote(value: object) -> str:
-    if isinstance(value, int) and value.bit_length() > 256:
-        return "a number of very many digits"  # Python refuses to write it out
-    return ascii(value)[:200]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import trio
 
-from tests.cli.scripted_server import DONE, Answer, ScriptedServer, event, running, said
+from tests.support.scripted_server import DONE, Answer, ScriptedServer, event, running, said
 from trio_llm.cli.chat import ask, wait_for_server
 from trio_llm.cli.http_client import Address, ServerError, ServerUnreachableError, open_request
 from trio_llm.cli.main import run

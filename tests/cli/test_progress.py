@@ -6,7 +6,7 @@ import io
 import re
 
 from trio_llm.cli.progress import BarProgress, PlainProgress, open_progress
-from trio_llm.frontend.status import EngineStatus
+from trio_llm.frontend.control.status import EngineStatus
 
 
 class Terminal(io.StringIO):

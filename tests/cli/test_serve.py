@@ -16,7 +16,7 @@ from trio_llm.cli.main import run
 from trio_llm.cli.serve import _show_start_up
 from trio_llm.errors import EngineStartupError
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.status import EngineStatus
+from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.wire.messages import ModelConfig
 
 MODEL = ModelConfig(

@@ -24,11 +24,11 @@ from tests.end_to_end.servers import (
     wait_until,
     wait_until_sync,
 )
-from tests.frontend.cancelling import cancel_at_every_checkpoint
-from tests.frontend.workloads import WORKLOADS, generate_to_the_end
+from tests.support.cancelling import cancel_at_every_checkpoint
+from tests.support.workloads import WORKLOADS, generate_to_the_end
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.opening import open_llm
+from trio_llm.frontend.open_llm import open_llm
 from trio_llm.testing.answers import LOGITS_WIDTH, MODEL_DIR
 
 LONG: dict[str, Any] = {"prompt": "hello", "max_tokens": 50_000}

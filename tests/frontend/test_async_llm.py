@@ -9,8 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
-from tests.frontend.fake_llm import open_fake_llm
-from tests.frontend.scripted_core import ScriptedCore
+from tests.support.fake_llm import open_fake_llm
+from tests.support.scripted_core import ScriptedCore
 from trio_llm.config import EngineConfig
 from trio_llm.errors import (
     EngineDeadError,
@@ -22,8 +22,8 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.opening import open_llm_over
-from trio_llm.frontend.request_stream import GenerateStream
+from trio_llm.frontend.open_llm import open_llm_over
+from trio_llm.frontend.requests.stream import GenerateStream
 from trio_llm.frontend.statistics.stats import IterationStats
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams

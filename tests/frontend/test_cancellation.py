@@ -7,9 +7,9 @@ from collections.abc import Awaitable, Callable
 import pytest
 import trio
 
-from tests.frontend.cancelling import cancel_at_every_checkpoint
-from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
-from tests.frontend.workloads import SHORT, WORKLOADS
+from tests.support.cancelling import cancel_at_every_checkpoint
+from tests.support.fake_llm import FakeSetUp, open_fake_llm
+from tests.support.workloads import SHORT, WORKLOADS
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.sampling import SamplingParams

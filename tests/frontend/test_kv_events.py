@@ -7,8 +7,8 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.engine.scheduling.kv_replica import KVReplica
-from tests.frontend.cancelling import cancel_at_every_checkpoint
-from tests.frontend.fake_llm import FakeSetUp, open_fake_llm
+from tests.support.cancelling import cancel_at_every_checkpoint
+from tests.support.fake_llm import FakeSetUp, open_fake_llm
 from trio_llm.config import EngineConfig
 from trio_llm.errors import ConfigError, EngineDeadError, KVEventsLostError, NotSupportedError
 from trio_llm.frontend.kv_events import KVEventBatch, KVEventBatches

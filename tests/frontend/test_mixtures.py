@@ -19,8 +19,8 @@ import trio.testing
 
 from trio_llm.errors import TrioLLMError
 from trio_llm.frontend.engine_client import RequestStream
-from trio_llm.frontend.mapping import MapResults
-from trio_llm.frontend.sessions import StreamingInput
+from trio_llm.frontend.library.bulk import MapResults
+from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.testing import FakeLLM, open_fake_llm
 

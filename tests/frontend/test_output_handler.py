@@ -6,14 +6,14 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from tests.frontend.scripted_core import ScriptedCore
+from tests.support.scripted_core import ScriptedCore
 from trio_llm.errors import EngineDeadError, EngineGenerateError
-from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
-from trio_llm.frontend.collector import RequestOutputCollector
-from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
-from trio_llm.frontend.output_processor import OutputProcessor
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.requests.collector import RequestOutputCollector
+from trio_llm.frontend.requests.output_processor import OutputProcessor
+from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.outputs import FinishReason
 from trio_llm.sampling import SamplingParams
@@ -39,7 +39,7 @@ class HandlerSetUp:
         self.core = ScriptedCore()
         self.told: list[object] = []
         recorder = StatisticsRecorder([])
-        self.requests = LiveRequests(
+        self.requests = RequestRegistry(
             self.core, recorder, AdmissionLedger(AdmissionLimits()), lambda: self.told.append("gone")
         )
         self.handler = OutputHandler(
@@ -62,10 +62,10 @@ class HandlerSetUp:
         self.requests.processor = OutputProcessor(table)
         self._step = 0
 
-    def add(self, request_id: str, external_id: str | None = None) -> LiveRequest:
+    def add(self, request_id: str, external_id: str | None = None) -> InFlightRequest:
         assert self.requests.processor is not None
         params = SamplingParams(max_tokens=9, seed=1)
-        live = LiveRequest(
+        live = InFlightRequest(
             self.requests.processor.add(EngineCoreRequest(request_id, [1], params), external_id or request_id),
             RequestOutputCollector(params.output_kind),
             RequestClock(0.0),

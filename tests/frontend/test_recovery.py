@@ -13,7 +13,7 @@ from trio.testing import MockClock
 
 from trio_llm import RequestOutputKind, SamplingParams
 from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError
-from trio_llm.frontend.sessions import StreamingInput
+from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.outputs import RequestOutput
 from trio_llm.testing import FakeLLM, open_fake_llm
 

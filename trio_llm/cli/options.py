@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from trio_llm.cli.numbers import parse_count, parse_decimal, parse_port, parse_temperature
+from trio_llm.cli.value_parsers import parse_count, parse_decimal, parse_port, parse_temperature
 from trio_llm.config import Device as DeviceName
 from trio_llm.config import DType as DTypeName
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Protocol, Self, TextIO
 
-from trio_llm.frontend.status import EngineStatus
+from trio_llm.frontend.control.status import EngineStatus
 
 __all__ = ["BarProgress", "PlainProgress", "ProgressView", "open_progress"]
 

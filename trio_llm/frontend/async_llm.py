@@ -22,28 +22,28 @@ from trio_llm.errors import (
     EngineUnavailableError,
     NotSupportedError,
 )
-from trio_llm.frontend.admission import AdmissionLedger, AdmissionLimits
-from trio_llm.frontend.control import ControlCalls, EngineControl
-from trio_llm.frontend.control_state import NOBODY
+from trio_llm.frontend.control.calls import ControlCalls, EngineControl
+from trio_llm.frontend.control.monitor import EngineMonitor
+from trio_llm.frontend.control.state import NOBODY
+from trio_llm.frontend.control.status import EngineStatus
+from trio_llm.frontend.control.utility_calls import UtilityCalls
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.engine_life import EngineLife
-from trio_llm.frontend.entrance import Entrance, Wish
-from trio_llm.frontend.input_processor import InputProcessor, make_external_id
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
-from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
-from trio_llm.frontend.output_processor import OutputProcessor
-from trio_llm.frontend.pooled import result_of
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.request_state import RequestState
-from trio_llm.frontend.request_stream import GenerateStream
-from trio_llm.frontend.sessions import StreamingInput
+from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.requests.input_processor import InputProcessor, make_external_id
+from trio_llm.frontend.requests.output_processor import OutputProcessor
+from trio_llm.frontend.requests.pooling_output import result_of
+from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
+from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.requests.state import RequestState
+from trio_llm.frontend.requests.stream import GenerateStream
+from trio_llm.frontend.requests.submitter import RequestSpec, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
-from trio_llm.frontend.status import EngineStatus
-from trio_llm.frontend.utility_calls import UtilityCalls
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
@@ -77,11 +77,11 @@ class AsyncLLM(ControlCalls, EngineClient):
         )
         self._ledger = AdmissionLedger(limits, self._recorder.rejection)
         self._utilities = UtilityCalls(core)
-        self._live = LiveRequests(core, self._recorder, self._ledger, self._on_request_gone)
-        self._entrance = Entrance(self, self._live)
+        self._live = RequestRegistry(core, self._recorder, self._ledger, self._on_request_gone)
+        self._entrance = RequestSubmitter(self, self._live)
         self._control = EngineControl(self._utilities, self._check_ready)
         self._kv_events = KVEventHub()
-        self._life = EngineLife(
+        self._life = EngineMonitor(
             config,
             kill=core.kill,
             num_expected=self._num_expected,
@@ -150,13 +150,13 @@ class AsyncLLM(ControlCalls, EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> GenerateStream:
-        wish = Wish(
+        wish = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
         )
-        admit: Callable[[], Awaitable[LiveRequest]]
+        admit: Callable[[], Awaitable[InFlightRequest]]
         if not isinstance(prompt, str | list) and isinstance(prompt, AsyncIterable):
             admit = partial(self._admit_session, prompt, wish)
         else:
@@ -172,13 +172,15 @@ class AsyncLLM(ControlCalls, EngineClient):
         priority: int = 0,
     ) -> PoolingOutput:
         chosen = params if params is not None else PoolingParams()
-        wish = Wish(external_id=make_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority)
+        wish = RequestSpec(
+            external_id=make_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority
+        )
         admit = partial(self._entrance.admit, prompt, wish)
         async with GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit) as stream:
             output = await anext(stream)
         return result_of(output, is_draining=self._is_draining)
 
-    async def _admit_session(self, inputs: AsyncIterable[StreamingInput], wish: Wish) -> LiveRequest:
+    async def _admit_session(self, inputs: AsyncIterable[StreamingInput], wish: RequestSpec) -> InFlightRequest:
         assert self._nursery is not None
         return await self._entrance.admit_session(inputs, wish, self._nursery)
 

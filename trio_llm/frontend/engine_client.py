@@ -12,16 +12,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from trio_llm.errors import EngineDeadError, NotSupportedError
-from trio_llm.frontend.library import LibraryCalls
-from trio_llm.frontend.status import EngineStatus
+from trio_llm.frontend.control.status import EngineStatus
+from trio_llm.frontend.library.library import LibraryCalls
 from trio_llm.outputs import PoolingOutput, RequestOutput
 
 if TYPE_CHECKING:
     from trio_llm.config import EngineConfig
-    from trio_llm.frontend.input_processor import InputProcessor
     from trio_llm.frontend.kv_events import KVEventBatches
     from trio_llm.frontend.rendering.renderer import Renderer
-    from trio_llm.frontend.sessions import StreamingInput
+    from trio_llm.frontend.requests.input_processor import InputProcessor
+    from trio_llm.frontend.requests.sessions import StreamingInput
     from trio_llm.frontend.statistics.totals import EngineStatistics
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import SamplingParams

@@ -15,9 +15,9 @@ import trio
 
 from trio_llm.errors import EngineDeadError, EngineGenerateError
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
-from trio_llm.frontend.live_requests import LiveRequest, LiveRequests
-from trio_llm.frontend.output_processor import OutputGap, ProcessedRow
-from trio_llm.frontend.request_state import RequestState
+from trio_llm.frontend.requests.output_processor import OutputGap, ProcessedRow
+from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
+from trio_llm.frontend.requests.state import RequestState
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.outputs import RequestOutput
 from trio_llm.wire.messages import (
@@ -66,7 +66,7 @@ class OutputHandler:
     def __init__(
         self,
         core: CoreClient,
-        requests: LiveRequests,
+        requests: RequestRegistry,
         recorder: StatisticsRecorder,
         hooks: OutputHandlerHooks,
         *,
@@ -151,7 +151,7 @@ class OutputHandler:
         aborted: list[RequestState] = []
         for row in message.outputs:
             assert processor is not None, "no request was sent before the model was ready"
-            if plain := processor.take_plain(row):
+            if plain := processor.process_delta(row):
                 self._deliver_plain(*plain, aborted, now_s)
             else:
                 try:
@@ -205,7 +205,7 @@ class OutputHandler:
         if row.is_gone:
             self._requests.forget(row.state)
 
-    def _check_unread(self, request: LiveRequest, unread_bytes: int, aborted: list[RequestState]) -> None:
+    def _check_unread(self, request: InFlightRequest, unread_bytes: int, aborted: list[RequestState]) -> None:
         """Give a reader up that has let more come together than may be."""
         family = request.state.family
         if family is not None and unread_bytes <= _MAX_UNREAD_BYTES * len(family.child_ids):

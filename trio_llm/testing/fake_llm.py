@@ -21,7 +21,7 @@ from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.core_client.restart_policy import RestartPolicy
 from trio_llm.frontend.core_client.restarting import RestartingClient
-from trio_llm.frontend.opening import open_tasks
+from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config

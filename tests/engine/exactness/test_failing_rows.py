@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.engine.exactness.serving import Answer, Case, Serving, a_case, alone, assert_same
 from tests.engine.executor.test_torch_executor import make_prompt
-from tests.engine.tiny_models import CONFIGS, VOCABULARY, load, save_model
+from tests.support.tiny_models import CONFIGS, VOCABULARY, load, save_model
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.fake import load_fake
 from trio_llm.engine.executor.torch_executor import TorchExecutor

@@ -13,7 +13,7 @@ import pytest
 
 from tests.engine.exactness.serving import Answer, Case, Serving, a_case, alone, assert_same
 from tests.engine.executor.test_torch_executor import make_prompt
-from tests.engine.tiny_models import load, save_model
+from tests.support.tiny_models import load, save_model
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import Continue, EngineCoreRequest

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.tiny_models import load, save_model
+from tests.support.tiny_models import load, save_model
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 
 

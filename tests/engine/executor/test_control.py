@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.engine.executor.test_torch_executor import make_prompt
-from tests.engine.test_utilities import Engine
-from tests.engine.tiny_models import CONFIGS, load, save_classifier, save_model
+from tests.engine.test_control_calls import Engine
+from tests.support.tiny_models import CONFIGS, load, save_classifier, save_model
 from trio_llm.config import EngineConfig
-from trio_llm.engine.control_machine import WeightsPlace
 from trio_llm.engine.core import EngineCore
+from trio_llm.engine.engine_state import WeightsLocation
 from trio_llm.engine.executor.base import DeviceLostError
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.pooling import PoolingParams
@@ -256,7 +256,7 @@ def test_moving_weights_to_where_they_are_touches_no_tensor(tmp_path: Path) -> N
     module: Any = executor._model.module
     before = {name: parameter.data_ptr() for name, parameter in module.named_parameters()}
 
-    for place in (WeightsPlace.DEVICE, WeightsPlace.HOST, WeightsPlace.HOST, WeightsPlace.DEVICE):
+    for place in (WeightsLocation.DEVICE, WeightsLocation.HOST, WeightsLocation.HOST, WeightsLocation.DEVICE):
         executor.move(place, has_cache=True)
 
     assert {name: parameter.data_ptr() for name, parameter in module.named_parameters()} == before

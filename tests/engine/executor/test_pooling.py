@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tests.engine.executor.test_torch_executor import LENGTHS, answers, make_prompt, make_scheduler, make_sequence
-from tests.engine.tiny_models import CONFIGS, VOCABULARY, bert_config, load, save_classifier, save_model
+from tests.support.tiny_models import CONFIGS, VOCABULARY, bert_config, load, save_classifier, save_model
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.torch_executor import TorchExecutor

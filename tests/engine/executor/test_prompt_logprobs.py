@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.engine.executor.test_torch_executor import answers, make_prompt, make_scheduler, make_sequence
-from tests.engine.tiny_models import CONFIGS, VOCABULARY, load, save_model
+from tests.support.tiny_models import CONFIGS, VOCABULARY, load, save_model
 from trio_llm.engine.executor import torch_executor
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.engine.scheduling.scheduler import Scheduler

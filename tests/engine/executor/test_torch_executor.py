@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.engine.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_config, save_model
+from tests.support.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_config, save_model
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import LaunchedStep, PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch

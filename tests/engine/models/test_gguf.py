@@ -14,7 +14,7 @@ from gguf import GGUFWriter
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
-from tests.engine.tiny_models import load
+from tests.support.tiny_models import load
 from trio_llm.engine.models.gguf_convert import conversion_key, convert_gguf
 from trio_llm.errors import EngineStartupError
 

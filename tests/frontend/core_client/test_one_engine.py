@@ -18,7 +18,7 @@ from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.errors import EngineDeadError, EngineStartupError
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.core_client.one_engine import OneEngineClient
-from trio_llm.frontend.opening import open_llm_over
+from trio_llm.frontend.open_llm import open_llm_over
 from trio_llm.wire.messages import Abort, Ack, EngineDead, FromEngine, Heartbeat, Progress
 
 LIMIT_S = 20

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import trio
 
-from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import CHAT, COMPLETION, Connection, open_server
-from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS
+from tests.support.fake_client import FakeClient
+from tests.support.http_server import CHAT, COMPLETION, Connection, open_server
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
+from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,

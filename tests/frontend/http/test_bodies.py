@@ -6,9 +6,9 @@ import pytest
 import trio
 import trio.testing
 
-from tests.frontend.http.exchange import Exchange
-from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import (
+from tests.support.exchange import Exchange
+from tests.support.fake_client import FakeClient
+from tests.support.http_server import (
     BOUND_S,
     Connection,
     Reply,
@@ -18,8 +18,8 @@ from tests.frontend.http.server import (
     wait_descriptors,
 )
 from trio_llm.config import ServerConfig
-from trio_llm.frontend.http import connections
-from trio_llm.frontend.http.shell import Receive, Scope, Send
+from trio_llm.frontend.http.server import connections
+from trio_llm.frontend.http.server.shell import Receive, Scope, Send
 
 JSON = {"content-type": "application/json"}
 MIB = 1024 * 1024

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.fake_llm import open_fake_llm
-from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import Reply, Server, open_server
-from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS
+from tests.support.fake_client import FakeClient
+from tests.support.fake_llm import open_fake_llm
+from tests.support.http_server import Reply, Server, open_server
+from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LONG = "long " * 20

@@ -7,10 +7,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from tests.frontend.fake_llm import open_fake_llm
-from tests.frontend.http.exchange import Post
-from tests.frontend.http.fake_client import End, FakeClient, Held
-from tests.frontend.http.server import Reply, open_server
+from tests.support.exchange import Post
+from tests.support.fake_client import End, FakeClient, Held
+from tests.support.fake_llm import open_fake_llm
+from tests.support.http_server import Reply, open_server
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,

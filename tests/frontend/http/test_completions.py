@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.http.fake_client import End, FakeClient, Held
-from tests.frontend.http.server import Reply, open_server
+from tests.support.fake_client import End, FakeClient, Held
+from tests.support.http_server import Reply, open_server
 from trio_llm.errors import EngineGenerateError
 
 

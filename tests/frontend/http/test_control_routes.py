@@ -12,8 +12,8 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
-from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import BOUND_S, Server, open_server
+from tests.support.fake_client import FakeClient
+from tests.support.http_server import BOUND_S, Server, open_server
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ConfigError
 from trio_llm.frontend.http.control_routes import MAX_ARGS, control_routes

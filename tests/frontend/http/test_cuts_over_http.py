@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import wait_all_tasks_blocked
 
-from tests.frontend.http.exchange import Post
-from tests.frontend.scripted_core import ScriptedCore
+from tests.support.exchange import Post
+from tests.support.scripted_core import ScriptedCore
 from trio_llm.config import EngineConfig
-from trio_llm.frontend.opening import open_llm_over
+from trio_llm.frontend.open_llm import open_llm_over
 from trio_llm.outputs import FinishReason
 from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR
 from trio_llm.wire.codec import decode_from_engine, encode

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-from tests.frontend.http.fake_client import HANG, End, FakeClient
-from tests.frontend.http.server import BOUND_S, CHAT, Connection, Server, open_server
+from tests.support.fake_client import HANG, End, FakeClient
+from tests.support.http_server import BOUND_S, CHAT, Connection, Server, open_server
 
 
 async def wait_left(client: FakeClient, index: int = 0) -> None:

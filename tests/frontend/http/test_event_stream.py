@@ -9,13 +9,13 @@ import trio
 import trio.testing
 from starlette.responses import Response
 
-from tests.frontend.http.exchange import Exchange, Post
-from tests.frontend.http.fake_client import End, FakeClient, Held, Pause, Step
+from tests.support.exchange import Exchange, Post
+from tests.support.fake_client import End, FakeClient, Held, Pause, Step
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.http.event_stream import FIRST_OUTPUT_S, EventStreamResponse
 from trio_llm.frontend.http.generation import Generation, RunningRequests
-from trio_llm.frontend.http.openai.rendering import AnswerHead, CompletionChunks
-from trio_llm.frontend.http.shell import Message, Receive, Scope, Send
+from trio_llm.frontend.http.openai.responses import AnswerHead, CompletionChunks
+from trio_llm.frontend.http.server.shell import Message, Receive, Scope, Send
 from trio_llm.sampling import SamplingParams
 
 COMMENT = b": keep-alive\n\n"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 
-from tests.frontend.cancelling import cancel_at_every_checkpoint
-from tests.frontend.http.fake_client import HANG, End, FakeClient, Step
+from tests.support.cancelling import cancel_at_every_checkpoint
+from tests.support.fake_client import HANG, End, FakeClient, Step
 from trio_llm.errors import EngineGenerateError, InvalidRequestError
 from trio_llm.frontend.http.errors import only_error
 from trio_llm.frontend.http.generation import Generation, IndexedOutput, RunningRequests

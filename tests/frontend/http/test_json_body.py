@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import CHAT, COMPLETION, open_server
+from tests.support.fake_client import FakeClient
+from tests.support.http_server import CHAT, COMPLETION, open_server
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
-from trio_llm.frontend.http import incoming, json_body
+from trio_llm.frontend.http import json_body, request_reader
 from trio_llm.frontend.http.json_body import (
     BIG_BODY_BYTES,
     MAX_CONTAINERS,
@@ -148,7 +148,7 @@ async def test_big_bodies_are_read_in_a_worker_thread_and_small_ones_in_place(mo
         return parse_json_object(body, content_type)
 
     threads: list[threading.Thread] = []
-    monkeypatch.setattr(incoming, "parse_json_object", parse)
+    monkeypatch.setattr(request_reader, "parse_json_object", parse)
     async with open_server(FakeClient()) as server:
         for base, path in ((CHAT, "/v1/chat/completions"), (COMPLETION, "/v1/completions"), (INPUT, "/v1/embeddings")):
             for size in (BIG_BODY_BYTES, BIG_BODY_BYTES + 1):

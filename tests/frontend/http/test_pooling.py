@@ -12,11 +12,11 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.frontend.cancelling import cancel_at_every_checkpoint
-from tests.frontend.fake_llm import open_fake_llm
-from tests.frontend.http.exchange import Exchange
-from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import BOUND_S, CHAT, COMPLETION, Reply, open_server
+from tests.support.cancelling import cancel_at_every_checkpoint
+from tests.support.exchange import Exchange
+from tests.support.fake_client import FakeClient
+from tests.support.fake_llm import open_fake_llm
+from tests.support.http_server import BOUND_S, CHAT, COMPLETION, Reply, open_server
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import EngineGenerateError, QueueFullError
 from trio_llm.frontend.engine_client import EngineClient

@@ -7,16 +7,16 @@ import trio
 import trio.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.frontend.http.exchange import Exchange
-from tests.frontend.http.fake_client import FakeClient
-from tests.frontend.http.server import Reply, open_server
+from tests.support.exchange import Exchange
+from tests.support.fake_client import FakeClient
+from tests.support.http_server import Reply, open_server
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import EngineDeadError, EngineUnavailableError
+from trio_llm.frontend.control.status import EngineState, EngineStatus
 from trio_llm.frontend.http.app import create_app
 from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.frontend.statistics.stats import IterationStats
-from trio_llm.frontend.status import EngineState, EngineStatus
 from trio_llm.version import __version__
 
 

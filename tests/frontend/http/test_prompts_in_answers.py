@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.http.server import Reply, Server, open_server
-from trio_llm.frontend.input_processor import MAX_PROMPT_LOGPROBS
+from tests.support.http_server import Reply, Server, open_server
+from trio_llm.frontend.requests.input_processor import MAX_PROMPT_LOGPROBS
 from trio_llm.testing.answers import LOGITS_WIDTH
 from trio_llm.testing.fake_llm import open_fake_llm
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.fake_llm import open_fake_llm
-from tests.frontend.http.fake_client import End, FakeClient, Of
-from tests.frontend.http.server import Reply, open_server
+from tests.support.fake_client import End, FakeClient, Of
+from tests.support.fake_llm import open_fake_llm
+from tests.support.http_server import Reply, open_server
 from trio_llm.frontend.http.openai.completions import MAX_CHOICES
 from trio_llm.sampling import MAX_N
 

@@ -9,13 +9,13 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.frontend.fake_llm import open_fake_llm
-from tests.frontend.http.exchange import PATHS, Post
-from tests.frontend.http.fake_client import HANG, End, FakeClient, Pause
-from tests.frontend.http.server import open_server
+from tests.support.exchange import PATHS, Post
+from tests.support.fake_client import HANG, End, FakeClient, Pause
+from tests.support.fake_llm import open_fake_llm
+from tests.support.http_server import open_server
 from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError, OverloadedError, QueuedTokensError, QueueFullError
-from trio_llm.frontend.http.shell import Message
+from trio_llm.frontend.http.server.shell import Message
 from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout, timeout_of
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest, ToEngine

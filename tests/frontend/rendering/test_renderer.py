@@ -12,8 +12,8 @@ import pytest
 import trio
 import trio.testing
 
-from tests.frontend import tiny_tokenizers
-from tests.frontend.tiny_tokenizers import load_tokenizer, vocab_size
+from tests.support import tiny_tokenizers
+from tests.support.tiny_tokenizers import load_tokenizer, vocab_size
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import INLINE_CHARS, MAX_THREADS, Renderer

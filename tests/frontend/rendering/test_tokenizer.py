@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.frontend import tiny_tokenizers
-from tests.frontend.tiny_tokenizers import load_tokenizer
+from tests.support import tiny_tokenizers
+from tests.support.tiny_tokenizers import load_tokenizer
 from trio_llm.errors import EngineStartupError
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
 from trio_llm.frontend.text.detokenizer import TokenIdError

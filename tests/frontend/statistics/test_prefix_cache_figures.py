@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.frontend.fake_llm import open_fake_llm
-from trio_llm.frontend.sessions import StreamingInput
+from tests.support.fake_llm import open_fake_llm
+from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.frontend.statistics.stats import IterationStats
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import SchedulerStats

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tests.frontend import tiny_tokenizers
-from tests.frontend.tiny_tokenizers import byte_ids, decode, load_tokenizer
+from tests.support import tiny_tokenizers
+from tests.support.tiny_tokenizers import byte_ids, decode, load_tokenizer
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.rendering.tokenizer import Tokenizer
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenIdError, make_detokenizer

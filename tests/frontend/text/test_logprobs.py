@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from tests.frontend import tiny_tokenizers
-from tests.frontend.tiny_tokenizers import byte_ids
+from tests.support import tiny_tokenizers
+from tests.support.tiny_tokenizers import byte_ids
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.rendering.tokenizer import Tokenizer
 from trio_llm.frontend.text.detokenizer import TokenIdError

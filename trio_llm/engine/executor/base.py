@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from trio_llm.engine.control_machine import WeightsPlace
+from trio_llm.engine.engine_state import WeightsLocation
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.wire.messages import LogprobRow, ModelConfig
 
@@ -151,7 +151,7 @@ class Executor(abc.ABC):
     # -------------------------- control: no step is in flight meanwhile, but for `memory_info` and `stop_profile`
 
     @abc.abstractmethod
-    def move(self, weights: WeightsPlace, *, has_cache: bool) -> None:
+    def move(self, weights: WeightsLocation, *, has_cache: bool) -> None:
         """Put the weights there, and free or allocate the KV cache. What is so already stays as it is.
 
         A KV cache that comes back is empty. Weights that were dropped are read again from where they came from last:

@@ -17,7 +17,7 @@ from weakref import WeakKeyDictionary
 import msgspec
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
-from trio_llm.engine.control_machine import WeightsPlace
+from trio_llm.engine.engine_state import WeightsLocation
 from trio_llm.engine.executor.base import (
     Executor,
     LaunchedStep,
@@ -115,7 +115,7 @@ class FakeExecutor(Executor):
         self._choices = [i for i in range(fake.logits_width) if i not in fake.eos_token_ids]
         self._blocks = [_Block() for _ in range(num_blocks)]
         self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
-        self._weights = WeightsPlace.DEVICE
+        self._weights = WeightsLocation.DEVICE
         self._has_cache = True
         self._first_digest = 0
         """Stands for the weights: what all tokens and all that is in the cache depends on."""
@@ -144,7 +144,7 @@ class FakeExecutor(Executor):
             RuntimeError: a prompt starts with `killer_prompt`.
             AssertionError: the plan is wrong: a bug of the scheduler.
         """
-        assert self._weights is WeightsPlace.DEVICE, "a step, and the weights are asleep"
+        assert self._weights is WeightsLocation.DEVICE, "a step, and the weights are asleep"
         assert self._has_cache, "a step, and the KV cache is asleep"
         self._num_steps += 1
         if any(chunk.sequence.token_ids[0] == self._fake.killer_prompt for chunk in plan.chunks):
@@ -173,7 +173,7 @@ class FakeExecutor(Executor):
 
     # --------------------------------------------------------------------------------------- control
 
-    def move(self, weights: WeightsPlace, *, has_cache: bool) -> None:
+    def move(self, weights: WeightsLocation, *, has_cache: bool) -> None:
         self._weights = weights
         if not has_cache:
             # Whoever would go on with what was in there is found out by `_check_context`.
@@ -182,7 +182,7 @@ class FakeExecutor(Executor):
 
     def update_weights(self, folder: Path) -> None:
         """The folder's name stands for what is in it: other names, other tokens."""
-        assert self._weights is WeightsPlace.DEVICE, "weights that are asleep are updated"
+        assert self._weights is WeightsLocation.DEVICE, "weights that are asleep are updated"
         self._first_digest = zlib.crc32(folder.name.encode())
         self._memories.clear()
 

@@ -16,7 +16,7 @@ import transformers
 from torch import Tensor
 
 from trio_llm.config import Device, EngineConfig
-from trio_llm.engine.control_machine import WeightsPlace
+from trio_llm.engine.engine_state import WeightsLocation
 from trio_llm.engine.executor.base import (
     Executor,
     LaunchedStep,
@@ -36,9 +36,9 @@ from trio_llm.engine.sampling.sampler import PendingTokens, Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.worker.batch import Batch, build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
-from trio_llm.engine.worker.machine import usable_cpus
 from trio_llm.engine.worker.pooler import Pooler
 from trio_llm.engine.worker.profiling import Profiler
+from trio_llm.engine.worker.system_limits import usable_cpus
 from trio_llm.engine.worker.weights import WeightStore
 from trio_llm.errors import EngineStartupError
 from trio_llm.pooling import PoolingParams
@@ -180,7 +180,7 @@ class TorchExecutor(Executor):
 
     # -------------------------------------------------------------------------------------- control
 
-    def move(self, weights: WeightsPlace, *, has_cache: bool) -> None:
+    def move(self, weights: WeightsLocation, *, has_cache: bool) -> None:
         self._weights.move(weights)
         if has_cache and not self._kv.numel():
             self._kv = allocate_kv_cache(self._num_blocks, self._model.kv_shape, self._model.device)

@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from itertools import chain
 
-from trio_llm.engine.scheduling.draft import StepInFlight
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
 from trio_llm.engine.scheduling.sequence_blocks import SequenceBlocks
+from trio_llm.engine.scheduling.step import StepInFlight
 
 __all__ = ["check_scheduler"]
 

@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator
 
 from trio_llm.engine.executor.base import PooledVector, SampledToken, StepPlan, StepResult
-from trio_llm.engine.scheduling.draft import Draft, StepInFlight
 from trio_llm.engine.scheduling.invariants import check_scheduler
 from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
@@ -24,6 +23,7 @@ from trio_llm.engine.scheduling.rows import final_row, find_fault, take_scores
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
 from trio_llm.engine.scheduling.sequence_blocks import SequenceBlocks
 from trio_llm.engine.scheduling.sessions import extend
+from trio_llm.engine.scheduling.step import StepBuilder, StepInFlight
 from trio_llm.engine.scheduling.stopping import ends_with_pending, find_end
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import Continue, EngineCoreOutput, SchedulerStats
@@ -176,7 +176,7 @@ class Scheduler:
         # Whoever gives way is not in flight then: what a step samples for it would have to be waited for all the same.
         if self._in_flight and self._must_preempt():
             return None
-        draft = Draft(self._limits.max_num_batched_tokens)
+        draft = StepBuilder(self._limits.max_num_batched_tokens)
         self._plan_last_tokens(draft)
         self._plan_prefills(draft)
         self._admit(draft)
@@ -187,7 +187,7 @@ class Scheduler:
         self._in_flight.append(StepInFlight(plan))
         return plan
 
-    def _add(self, sequence: Sequence, draft: Draft) -> None:
+    def _add(self, sequence: Sequence, draft: StepBuilder) -> None:
         draft.add(sequence)
         # At once: whoever is added next may share what this chunk computes.
         self._blocks.publish(sequence)
@@ -207,12 +207,12 @@ class Scheduler:
         missing = sum(self._blocks.num_missing(sequence) for sequence in self._next_rows())
         return missing > self._blocks.num_free
 
-    def _plan_last_tokens(self, draft: Draft) -> None:
+    def _plan_last_tokens(self, draft: StepBuilder) -> None:
         for sequence in self._next_rows():
             if self._make_room(sequence):
                 self._add(sequence, draft)
 
-    def _plan_prefills(self, draft: Draft) -> None:
+    def _plan_prefills(self, draft: StepBuilder) -> None:
         """Chunks of prompts, and of preempted sequences, that are under way; they got all their blocks on admission."""
         for sequence in self._running:
             if draft.budget_left == 0:
@@ -220,7 +220,7 @@ class Scheduler:
             if sequence.num_uncomputed_tokens > 1:
                 self._add(sequence, draft)
 
-    def _admit(self, draft: Draft) -> None:
+    def _admit(self, draft: StepBuilder) -> None:
         """Let waiting sequences in, while budget, places and blocks last.
 
         A sequence gets blocks for all its known tokens at once: a prefill never stops half-way for want of
@@ -233,10 +233,10 @@ class Scheduler:
             was_computed = sequence.num_computed_tokens
             # One that is alone needs no spare blocks: all are its own.
             num_spare = self._limits.num_spare_blocks if self._running else 0
-            num_losers = self._blocks.admit(sequence, num_spare=num_spare)
-            if num_losers is None:
+            num_evicted = self._blocks.admit(sequence, num_spare=num_spare)
+            if num_evicted is None:
                 return
-            self._num_preempted += num_losers
+            self._num_preempted += num_evicted
             self._num_cached_tokens += sequence.num_computed_tokens - was_computed
             self._waiting.remove(sequence)
             sequence.move_to(SequenceState.RUNNING)

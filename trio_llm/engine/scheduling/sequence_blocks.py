@@ -13,7 +13,7 @@ from trio_llm.engine.scheduling.blocks import BlockPool
 from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
-from trio_llm.engine.scheduling.sessions import KeptBlocks
+from trio_llm.engine.scheduling.sessions import IdleBlocks
 
 __all__ = ["SequenceBlocks"]
 
@@ -31,7 +31,7 @@ class SequenceBlocks:
         self.log = KVEventLog() if limits.logs_kv_events else None
         """What enters and leaves the cache; None: nobody wants to know."""
         self._pool = BlockPool(limits.num_blocks, keeps_cache=limits.keeps_cache, log=self.log)
-        self.kept = KeptBlocks(self._pool)
+        self.kept = IdleBlocks(self._pool)
         """Sequences that do not run and hold blocks all the same."""
 
     @property
@@ -58,8 +58,8 @@ class SequenceBlocks:
         # Held before anything is taken, so that they are not what is taken.
         self._pool.share(cached)
         num_needed = self.num_missing(sequence) - len(cached)
-        num_losers = self.make_free(num_needed + num_spare, but=sequence)
-        if num_losers is None:
+        num_evicted = self.make_free(num_needed + num_spare, but=sequence)
+        if num_evicted is None:
             self._pool.release(cached)
             return None
         self.kept.remove(sequence)
@@ -70,7 +70,7 @@ class SequenceBlocks:
         if sequence.num_cached_tokens is None:
             sequence.num_cached_tokens = sequence.num_computed_tokens
         self.extend(sequence)
-        return num_losers
+        return num_evicted
 
     def extend(self, sequence: Sequence) -> None:
         """Give a sequence what it misses. There must be so many: see `make_free`."""

@@ -12,7 +12,7 @@ from trio_llm.engine.scheduling.blocks import BlockPool
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
 from trio_llm.wire.messages import Continue
 
-__all__ = ["KeptBlocks", "extend"]
+__all__ = ["IdleBlocks", "extend"]
 
 
 def extend(sequence: Sequence, message: Continue, max_model_len: int) -> str | None:
@@ -36,7 +36,7 @@ def extend(sequence: Sequence, message: Continue, max_model_len: int) -> str | N
     return None
 
 
-class KeptBlocks:
+class IdleBlocks:
     """The sequences that hold blocks without running: idle sessions, and those that wait with a new input.
 
     Their blocks save time and nothing else, so whoever runs may have them: the sessions are computed again then.
@@ -73,15 +73,15 @@ class KeptBlocks:
         Returns:
             How many sequences have lost theirs.
         """
-        num_losers = 0
+        num_evicted = 0
         # A copy: the queue changes.
         for sequence in reversed(list(self._keepers)):
             if self._pool.num_free >= count:
                 break
             if sequence is not but:
                 self._lose(sequence)
-                num_losers += 1
-        return num_losers
+                num_evicted += 1
+        return num_evicted
 
     def take_all(self) -> int:
         """Take all blocks from all. Returns how many sequences have lost theirs."""

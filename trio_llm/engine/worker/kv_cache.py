@@ -14,7 +14,7 @@ from torch import Tensor
 from trio_llm.config import GIB, EngineConfig
 from trio_llm.engine.models.causal_lm import KVShape
 from trio_llm.engine.ops.attention import BLOCK_SIZE
-from trio_llm.engine.worker.machine import available_memory_bytes
+from trio_llm.engine.worker.system_limits import available_memory_bytes
 from trio_llm.errors import EngineStartupError
 
 __all__ = ["CachePlan", "allocate_kv_cache", "free_memory_bytes", "plan_kv_cache"]

@@ -12,7 +12,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from trio_llm.engine.control_machine import WeightsPlace
+from trio_llm.engine.engine_state import WeightsLocation
 from trio_llm.engine.executor.base import DeviceLostError
 from trio_llm.engine.models.causal_lm import CausalLM, read_config
 from trio_llm.engine.models.classifier import load_model
@@ -39,16 +39,16 @@ class WeightStore:
         self._dtype: Any = str(model.kv_shape.dtype).removeprefix("torch.")
         self._source = source
         self._config = _plain(read_config(source))
-        self._place = WeightsPlace.DEVICE
+        self._place = WeightsLocation.DEVICE
         self._shapes = {name: tuple(tensor.shape) for name, tensor in self._module.state_dict().items()}
 
     def sizes_bytes(self) -> dict[str, int]:
         """What the weights take, on the device and in host memory."""
         size = sum(parameter.nbytes for parameter in self._module.parameters())
-        on_device = self._place is WeightsPlace.DEVICE
+        on_device = self._place is WeightsLocation.DEVICE
         return {"weights_device_bytes": size if on_device else 0, "weights_host_bytes": 0 if on_device else size}
 
-    def move(self, place: WeightsPlace) -> None:
+    def move(self, place: WeightsLocation) -> None:
         """Put them there. All or nothing.
 
         Raises:
@@ -59,13 +59,13 @@ class WeightStore:
             return
         parameters = dict(self._module.named_parameters())
         moved: dict[str, Tensor]
-        if place is WeightsPlace.DROPPED:
+        if place is WeightsLocation.DROPPED:
             moved = {name: parameter.data.new_empty(0) for name, parameter in parameters.items()}
-        elif self._place is WeightsPlace.DROPPED:
+        elif self._place is WeightsLocation.DROPPED:
             state = self._read(self._source)
             moved = {name: state[name].to(self._device) for name in parameters}
         else:
-            target = self._device if place is WeightsPlace.DEVICE else torch.device("cpu")
+            target = self._device if place is WeightsLocation.DEVICE else torch.device("cpu")
             moved = {name: parameter.data.to(target) for name, parameter in parameters.items()}
         # Only now, when nothing can fail any more. Tied weights are one parameter, and stay so.
         for name, parameter in parameters.items():
@@ -81,7 +81,7 @@ class WeightStore:
             EngineStartupError: the directory does not have the weights of such a model; nothing has changed.
             DeviceLostError: writing them failed.
         """
-        assert self._place is WeightsPlace.DEVICE, "weights that are asleep cannot be updated"
+        assert self._place is WeightsLocation.DEVICE, "weights that are asleep cannot be updated"
         state = self._read(source)
         try:
             with torch.no_grad():

@@ -1,6 +1,6 @@
 """RestartingClient: a core client for one incarnation of an engine after the other.
 
-Starts engines; what the requests of a dead one need is sent to the next by `LiveRequests`. Used by `open_llm`.
+Starts engines; what the requests of a dead one need is sent to the next by `RequestRegistry`. Used by `open_llm`.
 """
 
 from __future__ import annotations

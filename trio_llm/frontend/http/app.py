@@ -16,12 +16,12 @@ import trio
 
 from trio_llm.config import ServerConfig
 from trio_llm.errors import EngineDeadError, EngineUnavailableError
+from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.errors import MethodNotAllowedError
 from trio_llm.frontend.http.generation import RunningRequests
-from trio_llm.frontend.http.shell import ASGIApp, Receive, Scope, Send, Shell
+from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send, Shell
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
-from trio_llm.frontend.status import EngineStatus
 from trio_llm.version import __version__
 
 __all__ = ["App", "create_app"]

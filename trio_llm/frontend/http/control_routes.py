@@ -20,7 +20,7 @@ from trio_llm.errors import InvalidRequestError, NotSupportedError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.errors import WebPageError
 from trio_llm.frontend.http.json_body import parse_json_object
-from trio_llm.frontend.http.shell import ASGIApp, Receive, Scope, Send
+from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send
 from trio_llm.wire.messages import PlainValue
 
 __all__ = ["MAX_ARGS", "control_routes"]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from trio_llm.errors import InvalidRequestError, TrioLLMError
-from trio_llm.frontend.text.quoting import MAX_QUOTED_CHARS, quote
+from trio_llm.quoting import MAX_QUOTED_CHARS, quote
 
 if TYPE_CHECKING:
     from pydantic import ValidationError

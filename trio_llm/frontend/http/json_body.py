@@ -17,7 +17,7 @@ from typing import Any, Final
 import msgspec
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.text.quoting import quote
+from trio_llm.quoting import quote
 
 __all__ = ["BIG_BODY_BYTES", "MAX_CONTAINERS", "MAX_DIGITS", "MAX_ITEMS", "MAX_STRINGS", "parse_json_object"]
 

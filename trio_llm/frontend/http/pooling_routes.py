@@ -19,7 +19,6 @@ from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.errors import name_as_asked
 from trio_llm.frontend.http.generation import RunningRequests, check_batch
-from trio_llm.frontend.http.incoming import Incoming, request_id_of, request_timeout
 from trio_llm.frontend.http.openai.pooling import (
     MAX_INPUTS,
     EmbeddingRequest,
@@ -33,7 +32,7 @@ from trio_llm.frontend.http.openai.pooling import (
     score_params,
 )
 from trio_llm.frontend.http.openai.prompts import parse_prompts
-from trio_llm.frontend.http.openai.rendering import AnswerHead
+from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.openai.vectors import (
     embedding_entries,
     list_beginning,
@@ -41,9 +40,10 @@ from trio_llm.frontend.http.openai.vectors import (
     pooling_entries,
     score_entries,
 )
+from trio_llm.frontend.http.request_reader import RequestReader, request_id_of, request_timeout
 from trio_llm.frontend.http.timeouts import RequestTimeout
-from trio_llm.frontend.input_processor import check_task
-from trio_llm.frontend.pooled import cosine, run_in_order
+from trio_llm.frontend.requests.input_processor import check_task
+from trio_llm.frontend.requests.pooling_output import cosine, run_in_order
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 
@@ -69,7 +69,7 @@ class _Call:
 class PoolingRoutes:
     """All are POST, and none streams."""
 
-    def __init__(self, client: EngineClient, running: RunningRequests, incoming: Incoming) -> None:
+    def __init__(self, client: EngineClient, running: RunningRequests, incoming: RequestReader) -> None:
         self._client = client
         self._running = running
         self._incoming = incoming

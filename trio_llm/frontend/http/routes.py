@@ -19,11 +19,11 @@ from starlette.routing import Route, Router
 
 from trio_llm.config import ServerConfig
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.assembly import Choice, Event, Usage, whole_choices
 from trio_llm.frontend.http.control_routes import control_routes
 from trio_llm.frontend.http.errors import MethodNotAllowedError, RouteNotFoundError
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.generation import Generation, RunningRequests
-from trio_llm.frontend.http.incoming import Incoming, request_id_of, request_timeout
 from trio_llm.frontend.http.model_names import served_names
 from trio_llm.frontend.http.openai.chat import chat_params, param_names, parse_chat_request
 from trio_llm.frontend.http.openai.completions import (
@@ -33,19 +33,19 @@ from trio_llm.frontend.http.openai.completions import (
     parse_completion_request,
 )
 from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.http.openai.prompt_echo import chat_view, completion_view
 from trio_llm.frontend.http.openai.prompts import parse_prompts
-from trio_llm.frontend.http.openai.rendering import (
+from trio_llm.frontend.http.openai.responses import (
     AnswerHead,
     ChatChunks,
     CompletionChunks,
     chat_answer,
     completion_answer,
 )
-from trio_llm.frontend.http.openai.views import chat_view, completion_view
 from trio_llm.frontend.http.pooling_routes import PoolingRoutes
-from trio_llm.frontend.http.shell import ASGIApp, Receive, Scope, Send
-from trio_llm.frontend.input_processor import check_task
-from trio_llm.frontend.text.assembly import Choice, Event, Usage, whole_choices
+from trio_llm.frontend.http.request_reader import RequestReader, request_id_of, request_timeout
+from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send
+from trio_llm.frontend.requests.input_processor import check_task
 from trio_llm.version import __version__
 
 __all__ = ["create_routes"]
@@ -59,7 +59,7 @@ def create_routes(client: EngineClient, config: ServerConfig, running: RunningRe
     Raises (when called): RouteNotFoundError, MethodNotAllowedError, and what the routes raise. Nothing is caught
     here: the shell makes replies of errors.
     """
-    incoming = Incoming(client, config)
+    incoming = RequestReader(client, config)
     routes = _Routes(client, config, running, incoming)
     pooling = PoolingRoutes(client, running, incoming)
     router = Router(
@@ -94,7 +94,7 @@ def create_routes(client: EngineClient, config: ServerConfig, running: RunningRe
 
 class _Routes:
     def __init__(
-        self, client: EngineClient, config: ServerConfig, running: RunningRequests, incoming: Incoming
+        self, client: EngineClient, config: ServerConfig, running: RunningRequests, incoming: RequestReader
     ) -> None:
         self._client = client
         self._config = config

@@ -16,7 +16,7 @@ import trio
 
 from trio_llm.config import DAY_S
 from trio_llm.errors import InvalidRequestError, RequestTimeoutError
-from trio_llm.frontend.text.quoting import quote
+from trio_llm.quoting import quote
 
 __all__ = ["NO_TIMEOUT", "TIMEOUT_HEADER", "RequestTimeout", "timeout_of"]
 

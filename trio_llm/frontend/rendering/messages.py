@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.text.quoting import quote
+from trio_llm.quoting import quote
 from trio_llm.sampling import is_valid_text
 
 __all__ = ["MAX_MESSAGES", "MAX_PARTS", "plain_messages"]

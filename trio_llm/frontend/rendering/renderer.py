@@ -16,7 +16,7 @@ from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
 from trio_llm.frontend.text.detokenizer import TokenIdError, TokenTable, make_detokenizer
-from trio_llm.frontend.text.quoting import quote
+from trio_llm.quoting import quote
 from trio_llm.sampling import is_valid_text
 
 __all__ = ["Renderer", "TextTooLongError"]

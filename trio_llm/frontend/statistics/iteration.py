@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import trio
 
-from trio_llm.frontend.request_state import RequestState
+from trio_llm.frontend.requests.state import RequestState
 from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats, StatLogger
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import SchedulerStats

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from trio_llm.frontend.control.status import EngineState
 from trio_llm.frontend.statistics.stats import IterationStats
-from trio_llm.frontend.status import EngineState
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import SchedulerStats
 

@@ -21,7 +21,7 @@ from trio_llm.frontend.http.openai.fields import (
     sampling_params,
 )
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES
-from trio_llm.frontend.text.quoting import quote
+from trio_llm.quoting import quote
 from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
 
 __all__ = ["ChatRequest", "chat_params", "param_names", "parse_chat_request"]

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSche
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.errors import invalid_fields_error
-from trio_llm.frontend.input_processor import MAX_CACHE_SALT_CHARS
-from trio_llm.frontend.text.quoting import quote
+from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
+from trio_llm.quoting import quote
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORDS,

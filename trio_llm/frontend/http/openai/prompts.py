@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
-from trio_llm.frontend.text.quoting import quote
+from trio_llm.quoting import quote
 
 __all__ = ["parse_prompts", "prompt_schema"]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from trio_llm.frontend.http.openai.rendering import AnswerHead
+from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.outputs import PoolingOutput
 
 __all__ = ["embedding_entries", "list_beginning", "list_end", "pooling_entries", "score_entries"]

@@ -1,0 +1,316 @@
+"""The host: listening, draining, stopping."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
+
+from tests.support.fake_client import HANG, End, FakeClient
+from tests.support.http_server import BOUND_S, CHAT, Connection, open_server
+from trio_llm.config import ServerConfig
+from trio_llm.errors import ConfigError
+from trio_llm.frontend.control.status import EngineStatus
+from trio_llm.frontend.http.server import server as server_module
+from trio_llm.frontend.http.server.server import open_listeners, serve, stop_on_signals
+
+CHAT_PATH = "/v1/chat/completions"
+
+
+async def rest_of(connection: Connection) -> bytes:
+    return b"".join([part async for part in connection.body_parts()])
+
+
+def test_a_port_that_is_in_use_is_an_error_that_names_the_flag() -> None:
+    with open_listeners(ServerConfig(port=0)) as taken:
+        port = taken.sockets[0].getsockname()[1]
+
+        with pytest.raises(ConfigError, match=rf"--port {port} is in use on 127\.0\.0\.1"):
+            open_listeners(ServerConfig(port=port))
+
+
+def test_a_port_is_free_again_after_closing() -> None:
+    with open_listeners(ServerConfig(port=0)) as listeners:
+        port = listeners.sockets[0].getsockname()[1]
+
+    open_listeners(ServerConfig(port=port)).close()
+
+
+@pytest.mark.parametrize("name", ["no-such-server.invalid", "192.0.2.1"])
+def test_a_host_that_is_not_ours_is_an_error_that_names_the_flag(name: str) -> None:
+    with pytest.raises(ConfigError, match=f"--host {name}"):
+        open_listeners(ServerConfig(host=name, port=0, allow_unauthenticated=True))
+
+
+def test_accepted_connections_inherit_a_limit_for_clients_that_do_not_read() -> None:
+    with open_listeners(ServerConfig(port=0)) as listeners:
+        [listener] = listeners.sockets
+        with socket.create_connection(listener.getsockname()):
+            listener.setblocking(True)
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
+                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+async def test_serving_starts_with_its_urls_and_opens_its_own_listeners() -> None:
+    stop = trio.Event()
+    async with trio.open_nursery() as nursery:
+
+        async def run(task_status: trio.TaskStatus[list[str]]) -> None:
+            await serve(FakeClient(), ServerConfig(port=0), stop=stop, task_status=task_status)
+
+        [url] = await nursery.start(run)
+        assert url.startswith("http://127.0.0.1:")
+        port = int(url.rpartition(":")[2])
+        assert port > 0
+        stop.set()
+
+    with pytest.raises(OSError, match="all attempts"):
+        await trio.open_tcp_stream("127.0.0.1", port)
+
+
+async def test_an_idle_server_stops_at_once(caplog: pytest.LogCaptureFixture) -> None:
+    async with open_server(FakeClient()) as server, server.connect() as idle:
+        await idle.request("GET", "/version")
+        await idle.reply()
+        server.stop.set()
+
+        await idle.wait_closed()
+        with trio.fail_after(BOUND_S):
+            await server.stopped.wait()
+
+    assert caplog.records == []  # nothing had to be closed by force
+
+
+async def test_a_stopping_server_does_not_wait_for_what_clients_still_send(caplog: pytest.LogCaptureFixture) -> None:
+    client = FakeClient("a", HANG)
+    async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
+        await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await connection.next_event()).status_code == 200
+        await connection.send(b"GET /version HTTP/1.1\r\n")
+        await trio.testing.wait_all_tasks_blocked()
+        server.stop.set()
+        with trio.fail_after(BOUND_S):
+            await server.stopped.wait()
+
+    assert "by force" not in caplog.text
+
+
+async def test_a_running_stream_is_finished_while_new_work_is_refused() -> None:
+    go_on = trio.Event()
+    client = FakeClient("a", go_on, End("b"))
+    async with open_server(client, drain_timeout_s=BOUND_S) as server, server.connect() as connection:
+        await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await connection.next_event()).status_code == 200
+        server.stop.set()
+        with trio.fail_after(BOUND_S):
+            while client.state.state != "draining":
+                await trio.testing.wait_all_tasks_blocked()
+
+        health = await server.call("GET", "/health")
+        refused = await server.chat()
+        go_on.set()
+        body = await rest_of(connection)
+        with trio.fail_after(BOUND_S):
+            await server.stopped.wait()
+
+    assert (health.status, health.json["status"]) == (503, "draining")
+    assert refused.status == 503
+    assert "retry-after" in refused.headers
+    assert refused.headers["connection"] == "close"
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert b'"finish_reason":"stop"' in body
+
+
+@pytest.mark.parametrize("timeout_s", [0, 0.05])
+async def test_streams_that_outlast_the_drain_end_with_a_proper_last_event(timeout_s: float) -> None:
+    client = FakeClient("a", HANG)
+    async with open_server(client, drain_timeout_s=timeout_s) as server, server.connect() as connection:
+        await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await connection.next_event()).status_code == 200
+        server.stop.set()
+
+        body = await rest_of(connection)
+        await connection.wait_closed()
+        with trio.fail_after(BOUND_S):
+            await server.stopped.wait()
+
+    assert body.endswith(b"data: [DONE]\n\n")
+    assert body.count(b'"finish_reason":"abort"') == 1
+    assert client.running == []
+
+
+async def test_whole_answers_and_lists_that_outlast_the_drain_are_answered() -> None:
+    client = FakeClient("a", HANG)
+    async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
+        await connection.request("POST", "/v1/completions", {"prompt": ["x", "y"]})
+        with trio.fail_after(BOUND_S):
+            while len(client.running) < 2:
+                await trio.testing.wait_all_tasks_blocked()
+        server.stop.set()
+
+        reply = await connection.reply()
+
+    assert reply.status == 200
+    assert [choice["finish_reason"] for choice in reply.json["choices"]] == ["abort", "abort"]
+
+
+async def test_cancelling_the_server_aborts_what_runs() -> None:
+    client = FakeClient("a", HANG)
+    async with open_server(client) as server, server.connect() as connection:
+        await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        await connection.next_event()
+
+    assert client.asked[0].left.is_set()
+    assert client.state == EngineStatus(state="ready")
+
+
+async def wait_send_blocked(server_port: int, connection: Connection) -> None:
+    """Wait until the kernel takes no more for a client that does not read, and a task waits for that to change."""
+    while True:
+        await trio.testing.wait_all_tasks_blocked()
+        waits = trio.lowlevel.current_statistics().io_statistics
+        assert waits.backend == "epoll"
+        if waits.tasks_waiting_write and is_window_closed(server_port, connection.stream.socket.getsockname()[1]):
+            return
+
+
+def is_window_closed(server_port: int, client_port: int) -> bool:
+    """The server's kernel holds data and probes for a window that the client has closed: timer 4 of proc(5)."""
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, local, remote, _, _, timer, *_ = line.split()
+        ports = [int(address.rpartition(":")[2], 16) for address in (local, remote)]
+        if ports == [server_port, client_port]:
+            return timer.startswith("04:")
+    return False
+
+
+@pytest.mark.parametrize("how", ["stop", "cancel"])
+async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "ENDING_S", 0.01)
+    monkeypatch.setattr(server_module, "CLOSING_S", 0.01)
+    client = FakeClient(*["word" * 10_000] * 1000, HANG)
+    with trio.fail_after(BOUND_S):
+        async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
+            await connection.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+            await client.entered.wait()
+            await wait_send_blocked(server.port, connection)
+            assert len(client.running[0].script) > 1, "the kernel has taken everything"
+            if how == "stop":
+                server.stop.set()
+                await server.stopped.wait()
+
+    assert client.running == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+async def test_the_first_signal_asks_to_stop(number: int) -> None:
+    stop = trio.Event()
+    # Under nohup the tests would begin with one that is ignored, which is another test's case.
+    before = signal.signal(number, signal.SIG_DFL)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stop_on_signals, stop)
+            await trio.testing.wait_all_tasks_blocked()
+            os.kill(os.getpid(), number)
+            with trio.fail_after(BOUND_S):
+                await stop.wait()
+            nursery.cancel_scope.cancel()
+    finally:
+        signal.signal(number, before)
+
+
+async def test_a_hangup_that_is_ignored_stays_so() -> None:
+    stop = trio.Event()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(stop_on_signals, stop)
+            await trio.testing.wait_all_tasks_blocked()
+
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
+            nursery.cancel_scope.cancel()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+SECOND_SIGNAL = """
+import os, signal, sys, trio, trio.testing
+from trio_llm.frontend.http.server.server import stop_on_signals
+
+async def main():
+    stop = trio.Event()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(stop_on_signals, stop)
+        await trio.testing.wait_all_tasks_blocked()
+        os.kill(os.getpid(), signal.SIGINT)
+        await stop.wait()
+        {between}
+        await trio.testing.wait_all_tasks_blocked()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await trio.sleep_forever()
+
+trio.run(main)
+"""
+
+HARD_EXIT = """
+from trio_llm.frontend.http.server.server import hard_exit_after
+
+hard_exit_after(0.01)
+while True:
+    pass
+"""
+
+
+LOADED = """
+import sys
+import trio_llm.frontend.http.server.server
+
+print(*sorted({name.partition(".")[0] for name in sys.modules} & {"starlette", "pydantic", "fastapi", "torch"}))
+"""
+
+
+def run(program: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
+
+
+def test_the_second_signal_ends_the_process_at_once() -> None:
+    ended = run(SECOND_SIGNAL.format(between=""))
+
+    assert ended.returncode == 1
+    assert "SIGTERM again: ending at once" in ended.stderr
+
+
+def test_a_second_hangup_ends_nothing() -> None:
+    ended = run(SECOND_SIGNAL.format(between="os.kill(os.getpid(), signal.SIGHUP)"))
+
+    assert "SIGTERM again: ending at once" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "how", ["sys.stderr.close()", "sys.stderr = None", "os.close(2)", "r, w = os.pipe(); os.close(r); os.dup2(w, 2)"]
+)
+def test_the_second_signal_ends_a_process_whose_standard_error_is_gone(how: str) -> None:
+    ended = run(SECOND_SIGNAL.format(between=how))
+
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
+
+
+def test_the_host_loads_nothing_that_only_routes_need() -> None:
+    ended = run(LOADED)
+
+    assert (ended.returncode, ended.stdout.strip()) == (0, "")
+
+
+def test_the_hard_deadline_ends_a_process_that_hangs() -> None:
+    assert run(HARD_EXIT).returncode == -signal.SIGALRM

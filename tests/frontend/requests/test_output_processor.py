@@ -1,0 +1,335 @@
+"""OutputProcessor: however the engine's tokens are cut into rows, the request gets the same answer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trio_llm.errors import EngineGenerateError
+from trio_llm.frontend.requests.output_processor import OutputGap, OutputProcessor, ProcessedRow
+from trio_llm.frontend.text.detokenizer import TokenTable
+from trio_llm.outputs import RequestOutput
+from trio_llm.sampling import RequestOutputKind, SamplingParams
+from trio_llm.wire.messages import EngineCoreOutput, EngineCoreRequest, LogprobRow
+
+EOS = 256
+WIDTH = 258
+
+
+def no_decoding(token_ids: list[int], skip_special_tokens: bool) -> str:
+    raise AssertionError("a byte table needs no decoding")
+
+
+# Id 0 to 255 is that byte; 256 is the end; 257 is an id that the tokenizer does not know.
+TABLE = TokenTable(
+    bytes_by_id=[*(bytes([b]) for b in range(256)), b"<end>", b""],
+    special_ids=frozenset({EOS}),
+    scheme="bytes",
+    decode=no_decoding,
+    logits_width=WIDTH,
+)
+
+
+class Case:
+    """One processor with one request, fed rows of our choice."""
+
+    def __init__(self, **params: Any) -> None:
+        self.processor = OutputProcessor(TABLE)
+        request = EngineCoreRequest("x-1", [104], SamplingParams(max_tokens=1000, seed=1, **params))
+        self.state = self.processor.add(request, "x")
+        self.num_fed = 0
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.num_logprobs = 0
+        self.last: RequestOutput | None = None
+
+    def row(self, token_ids: list[int], **fields: Any) -> ProcessedRow | None:
+        logprobs = None
+        if self.state.request.params.logprobs is not None:
+            logprobs = [LogprobRow([t, 1], [-0.5, -1.0], 1) for t in token_ids]
+        start = fields.pop("start", self.num_fed)
+        row = EngineCoreOutput("x-1", start, token_ids, logprobs, **fields)
+        self.num_fed += len(token_ids)
+        processed = self.processor.process(row)
+        if processed is not None and processed.output is not None:
+            (choice,) = processed.output.outputs
+            self.text += choice.text
+            self.token_ids += choice.token_ids
+            self.num_logprobs += len(choice.logprobs or ())
+            self.last = processed.output
+        return processed
+
+
+def cuts(data: Any, token_ids: list[int]) -> list[list[int]]:
+    """The ids in pieces of any size."""
+    pieces = []
+    while token_ids:
+        size = data.draw(st.integers(1, len(token_ids)))
+        pieces.append(token_ids[:size])
+        token_ids = token_ids[size:]
+    return pieces
+
+
+@given(data=st.data(), text=st.text(max_size=30), stop=st.lists(st.text("ab🌶", min_size=1, max_size=3), max_size=2))
+def test_how_tokens_are_cut_into_rows_does_not_change_the_answer(data: Any, text: str, stop: list[str]) -> None:
+    token_ids = [*(text + "ab🌶").encode(), EOS]
+
+    def run(pieces: list[list[int]]) -> tuple[Any, ...]:
+        case = Case(stop=tuple(stop), logprobs=1)
+        for piece in pieces:
+            case.row(piece, finish_reason="stop" if piece[-1] == EOS else None)
+            if case.last is not None and case.last.finished:
+                break
+        assert case.last is not None
+        choice = case.last.outputs[0]
+        return case.text, case.token_ids, case.num_logprobs, choice.finish_reason, choice.stop_reason
+
+    one_by_one = run([[token_id] for token_id in token_ids])
+
+    assert run(cuts(data, token_ids)) == one_by_one
+    assert one_by_one[2] == len(one_by_one[1])
+
+
+def test_a_stop_string_ends_the_request_and_asks_for_an_abort() -> None:
+    case = Case(stop=("b",))
+
+    processed = case.row(list(b"abc"))
+
+    assert processed is not None
+    assert processed.must_abort
+    assert processed.finish_reason == "stop"
+    assert case.last is not None
+    choice = case.last.outputs[0]
+    assert (case.text, case.token_ids, choice.finish_reason, choice.stop_reason) == ("a", list(b"ab"), "stop", "b")
+
+
+def test_rows_after_a_stop_string_are_dropped_until_the_engines_last_one() -> None:
+    case = Case(stop=("b",))
+    case.row(list(b"ab"))
+
+    assert case.row(list(b"c")) is None
+    last = case.row([], finish_reason="abort")
+
+    assert last is not None
+    assert (last.is_gone, last.output, last.finish_reason) == (True, None, None)
+    assert len(case.processor) == 0
+
+
+def test_a_stop_string_before_min_tokens_does_not_count() -> None:
+    case = Case(stop=("a",), min_tokens=3)
+
+    case.row(list(b"aaab"))
+
+    assert case.text == "aa"
+    assert case.token_ids == list(b"aaa")
+
+
+def test_the_token_that_ended_the_answer_is_no_text() -> None:
+    case = Case(skip_special_tokens=False)
+
+    case.row([*b"hi", EOS], finish_reason="stop")
+
+    assert case.text == "hi"
+    assert case.token_ids == [*b"hi", EOS]
+
+
+def test_the_token_that_ended_the_answer_is_text_when_stops_are_asked_for() -> None:
+    case = Case(skip_special_tokens=False, include_stop_str_in_output=True)
+
+    case.row([*b"hi", EOS], finish_reason="stop")
+
+    assert case.text == "hi<end>"
+
+
+def test_an_unfinished_character_shows_as_one_replacement_at_the_end() -> None:
+    case = Case()
+
+    case.row(list("🌶".encode())[:2], finish_reason="length")
+
+    assert case.text == "\N{REPLACEMENT CHARACTER}"
+
+
+def test_repeated_tokens_are_dropped() -> None:
+    case = Case()
+    case.row(list(b"ab"))
+
+    case.row(list(b"bc"), start=1)
+
+    assert (case.text, case.token_ids) == ("abc", list(b"abc"))
+
+
+def test_a_missing_row_is_the_engines_fault() -> None:
+    case = Case()
+    case.row(list(b"a"))
+
+    for finish_reason in (None, "length"):
+        with pytest.raises(OutputGap):
+            case.row(list(b"c"), start=2, finish_reason=finish_reason)
+    assert len(case.processor) == 1, "its reader must be told"
+
+
+@pytest.mark.parametrize("token_id", [-1, WIDTH, 2**63])
+def test_an_id_the_model_cannot_emit_fails_its_request(token_id: int) -> None:
+    case = Case()
+
+    processed = case.row([97, token_id])
+
+    assert processed is not None
+    assert isinstance(processed.error, EngineGenerateError)
+    assert str(token_id) in str(processed.error)
+    assert processed.must_abort
+    assert case.row([98], start=2) is None
+
+
+def test_an_error_of_our_own_fails_its_request_and_keeps_its_cause() -> None:
+    case = Case()
+    case.state.detokenizer = BrokenDetokenizer()
+
+    processed = case.row([97])
+
+    assert processed is not None
+    assert isinstance(processed.error, EngineGenerateError)
+    assert isinstance(processed.error.__cause__, ZeroDivisionError)
+    assert processed.must_abort
+
+
+class BrokenDetokenizer:
+    def feed(self, token_ids: Sequence[int]) -> str:
+        raise ZeroDivisionError
+
+    def finish(self) -> str:
+        raise ZeroDivisionError
+
+
+def test_an_id_that_only_the_tokenizer_does_not_know_is_no_text() -> None:
+    case = Case()
+
+    case.row([97, 257, 98])
+
+    assert case.text == "ab"
+
+
+def test_missing_logprobs_fail_the_request() -> None:
+    case = Case(logprobs=1)
+
+    processed = case.processor.process(EngineCoreOutput("x-1", 0, [97]))
+
+    assert processed is not None
+    assert isinstance(processed.error, EngineGenerateError)
+
+
+def test_an_error_row_is_the_requests_error() -> None:
+    processed = Case().row([], finish_reason="error", error="NaN in the logits")
+
+    assert processed is not None
+    assert str(processed.error) == "NaN in the logits"
+    assert processed.is_gone
+    assert not processed.must_abort
+
+
+def test_cumulative_outputs_hold_everything_so_far() -> None:
+    case = Case(output_kind=RequestOutputKind.CUMULATIVE, logprobs=0)
+    case.row(list(b"ab"))
+    case.row(list(b"c"), finish_reason="length")
+
+    assert case.last is not None
+    choice = case.last.outputs[0]
+    assert (choice.text, choice.token_ids, len(choice.logprobs or ())) == ("abc", list(b"abc"), 3)
+
+
+def test_final_only_gives_one_output() -> None:
+    case = Case(output_kind=RequestOutputKind.FINAL_ONLY)
+
+    first = case.row(list(b"ab"))
+    case.row(list(b"c"), finish_reason="length")
+
+    assert first is not None
+    assert first.output is None
+    assert case.text == "abc"
+
+
+def test_a_request_aborted_on_demand_ends_with_what_was_held_back() -> None:
+    case = Case(stop=("abc",))
+    case.row(list(b"xab"))
+
+    output = case.processor.finish(case.state)
+
+    assert output is not None
+    assert case.text + output.outputs[0].text == "xab"
+    assert output.outputs[0].finish_reason == "abort"
+    assert output.finished
+
+
+def test_rows_of_requests_that_nobody_knows_are_dropped() -> None:
+    assert OutputProcessor(TABLE).process(EngineCoreOutput("gone", 0, [1])) is None
+
+
+# ---------------------------------------------------------------------------------------- the short way
+
+ODDITIES: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "a stop string": {"stop": ("b",)},
+    "log-probabilities": {"logprobs": 0},
+    "of the prompt": {"prompt_logprobs": 0},
+    "all at the end": {"output_kind": RequestOutputKind.FINAL_ONLY},
+    "all so far": {"output_kind": RequestOutputKind.CUMULATIVE},
+}
+
+
+@given(data=st.data(), token_ids=st.lists(st.integers(0, WIDTH + 1), min_size=1, max_size=12))
+@pytest.mark.parametrize("oddity", ODDITIES)
+def test_the_short_way_of_a_row_gives_what_the_long_one_gives_or_leaves_the_row_alone(
+    oddity: str, data: Any, token_ids: list[int]
+) -> None:
+    short, long = Case(**ODDITIES[oddity]), Case(**ODDITIES[oddity])
+    start = 0
+    for piece in cuts(data, token_ids):
+        logprobs = [LogprobRow([t, 1], [-0.5, -1.0], 1) for t in piece] if oddity == "log-probabilities" else None
+        row = EngineCoreOutput("x-1", start, piece, logprobs, "length" if data.draw(st.booleans()) else None)
+        start += len(piece)
+        plain, expected = short.processor.process_delta(row), long.processor.process(row)
+        if plain is None:
+            processed = short.processor.process(row)
+            assert str(processed and processed.output) == str(expected and expected.output)
+            assert str(processed and processed.error) == str(expected and expected.error)
+        else:
+            assert oddity == "nothing"
+            assert expected is not None
+            assert plain == (short.state, expected.output)
+            assert expected.finish_reason is None
+            assert expected.error is None
+        assert (short.state.num_tokens, short.state.token_ids) == (long.state.num_tokens, long.state.token_ids)
+
+
+def test_nearly_every_row_goes_the_short_way() -> None:
+    case = Case()
+    ways = [case.processor.process_delta(EngineCoreOutput("x-1", 0, [97]))]
+    case.row([97])
+    ways += [case.processor.process_delta(EngineCoreOutput("x-1", i, [97])) for i in range(1, 5)]
+
+    assert [way is not None for way in ways] == [False, True, True, True, True]
+
+
+@pytest.mark.parametrize("why", ["a tombstone", "a gap", "a repeat", "somebody else", "suspected"])
+def test_a_row_that_is_not_quite_usual_goes_the_long_way(why: str) -> None:
+    case = Case()
+    case.row([97])
+    start, request_id = 1, "x-1"
+    match why:
+        case "a tombstone":
+            case.processor.bury(case.state)
+        case "a gap":
+            start = 2
+        case "a repeat":
+            start = 0
+        case "somebody else":
+            request_id = "y-1"
+        case "suspected":
+            case.state.num_deaths = 1
+
+    assert case.processor.process_delta(EngineCoreOutput(request_id, start, [97])) is None
+    assert case.state.num_tokens == 1

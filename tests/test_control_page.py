@@ -1,0 +1,48 @@
+"""docs/control.md draws the tables of the control state as they are, and docs/api.md lists the control routes."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tests.support.fake_client import FakeClient
+from tests.test_api_page import section
+from trio_llm.config import ServerConfig
+from trio_llm.engine.engine_state import PAUSES, SLEEP_STATES
+from trio_llm.frontend.http.control_routes import MAX_ARGS, control_routes
+
+PAGE: Final = (Path(__file__).parents[1] / "docs" / "control.md").read_text()
+
+
+def diagram(table: Mapping[Any, Mapping[Any, enum.Enum]]) -> str:
+    """A table of transitions as a Mermaid diagram. The first state is the one to begin with."""
+
+    def name(state: enum.Enum) -> str:
+        return str(state.value).replace(" ", "_")
+
+    lines = [f"    [*] --> {name(next(iter(table)))}"]
+    for state, events in table.items():
+        lines += [f"    {name(state)} --> {name(target)}: {event}" for event, target in events.items()]
+    return "\n".join(["```mermaid", "stateDiagram-v2", *lines, "```"])
+
+
+def test_the_diagrams_of_the_page_are_the_tables() -> None:
+    drawn = re.findall(r"```mermaid\n.*?\n```", PAGE, re.DOTALL)
+
+    assert drawn == [diagram(SLEEP_STATES), diagram(PAUSES)]
+
+
+def test_the_control_routes_of_the_api_page_are_those_there_are() -> None:
+    listed = re.findall(r"^\| `(GET|POST) (/\w+)`", section("Control of the running engine"), re.MULTILINE)
+    routes = [
+        (method, route.path)
+        for route in control_routes(FakeClient(), ServerConfig())
+        for method in (route.methods or ())
+        if method != "HEAD"
+    ]
+
+    assert listed == routes
+    assert f"up to {MAX_ARGS} plain values" in section("Control of the running engine")

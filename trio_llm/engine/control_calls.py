@@ -1,0 +1,248 @@
+"""Utilities: the engine's method table. What a front end may call by name, with plain data, and nothing else.
+
+Owned by EngineCore, which sees to it that no step is in flight where a method needs that. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, get_args
+
+from trio_llm.engine.engine_state import PARTS, ControlMachine, Pause, PauseEvent, SleepEvent, SleepState
+from trio_llm.engine.executor.base import DeviceLostError, Executor
+from trio_llm.engine.scheduling.scheduler import Scheduler
+from trio_llm.errors import EngineStartupError, InvalidRequestError, NotSupportedError
+from trio_llm.wire.messages import EngineCoreOutput, PlainValue, UtilityCall, UtilityResult
+
+__all__ = ["BETWEEN_STEPS", "Utilities", "UtilityValue"]
+
+UtilityValue = PlainValue | list[PlainValue] | dict[str, PlainValue]
+
+BETWEEN_STEPS: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights", "start_profile"})
+"""Methods that may be called only while no step is in flight."""
+
+_MAX_VERSION_CHARS: Final = 256
+
+
+class Utilities:
+    """Carries out calls, one at a time, and keeps the control state.
+
+    Args:
+        num_sent: the count of messages to the front end so far.
+        profile_dir: where profiles are written; None: there are none.
+    """
+
+    def __init__(
+        self, executor: Executor, scheduler: Scheduler, *, num_sent: Callable[[], int], profile_dir: str | None
+    ) -> None:
+        self.state = ControlMachine()
+        self._executor = executor
+        self._scheduler = scheduler
+        self._num_sent = num_sent
+        self._profile_dir = profile_dir
+        self._rows: list[EngineCoreOutput] = []
+        self._waiting_for_end: list[int] = []
+        """Calls that are answered when all that was under way at a `pause wait` is over, or the pause."""
+        self._clears_at_end = False
+        self._methods: Final[dict[str, Callable[..., UtilityValue]]] = {
+            "ping": self._ping,
+            "check_scheduler": self._check_scheduler,
+            "control_state": self._describe,
+            "sleep": self._sleep,
+            "wake_up": self._wake_up,
+            "pause": self._pause,
+            "resume": self._resume,
+            "reset_prefix_cache": self._reset_prefix_cache,
+            "update_weights": self._update_weights,
+            "start_profile": self._start_profile,
+            "stop_profile": self._stop_profile,
+            "collective_rpc": self._collective_rpc,
+        }
+        self._worker_methods: Final[dict[str, Callable[..., UtilityValue]]] = {
+            "ping": self._ping,
+            "check_scheduler": self._check_scheduler,
+            "memory_info": self._memory_info,
+            "model_info": self._model_info,
+        }
+        """What `collective_rpc` may name: it asks, and changes nothing."""
+
+    def call(self, call: UtilityCall) -> list[UtilityResult]:
+        """Carry out a call. Its answer, and those of earlier calls that are due by it.
+
+        Raises:
+            DeviceLostError: the engine cannot go on. Everything else is the answer of its call.
+        """
+        if call.method == "wait_paused":
+            self._waiting_for_end.append(call.call_id)
+            return self.settle()
+        return [self._answer(call), *self.settle()]
+
+    def settle(self) -> list[UtilityResult]:
+        """To be called after each step: the answers of `wait_paused` that are due. True: all that was under way is
+        over. False: the pause was undone before."""
+        if not (self._waiting_for_end or self._clears_at_end):
+            return []
+        is_over = not self._scheduler.has_unfinished
+        if self.state.pause is Pause.WAIT and not is_over:
+            return []
+        if self.state.pause is Pause.WAIT and self._clears_at_end:
+            self._scheduler.reset_prefix_cache()
+        self._clears_at_end = False
+        due, self._waiting_for_end = self._waiting_for_end, []
+        return [UtilityResult(call_id, value=is_over) for call_id in due]
+
+    def take_rows(self) -> list[EngineCoreOutput]:
+        """Last rows of requests that a call has ended."""
+        rows, self._rows = self._rows, []
+        return rows
+
+    def _answer(self, call: UtilityCall) -> UtilityResult:
+        method = self._methods.get(call.method)
+        if method is None:
+            return UtilityResult(call.call_id, error=f"the engine has no method {call.method[:100]!r}")
+        try:
+            return UtilityResult(call.call_id, value=method(*call.args))
+        except DeviceLostError:
+            raise
+        except InvalidRequestError as error:
+            return UtilityResult(call.call_id, error=str(error), error_kind="invalid")
+        except NotSupportedError as error:
+            return UtilityResult(call.call_id, error=str(error), error_kind="unsupported")
+        except EngineStartupError as error:  # no memory for a cache, no files to read weights from
+            return UtilityResult(call.call_id, error=str(error))
+        except Exception as error:  # the arguments, or a failing method: the engine goes on
+            return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
+
+    # ---------------------------------------------------------------------------------------- asking
+
+    def _ping(self) -> int:
+        """Answer through the loop; the value is the number of messages sent so far."""
+        return self._num_sent()
+
+    def _check_scheduler(self) -> dict[str, PlainValue]:
+        """Assert the scheduler's invariants and tell its block counts."""
+        self._scheduler.check()
+        stats = self._scheduler.stats()
+        return {
+            "num_running": stats.num_running,
+            "num_waiting": stats.num_waiting,
+            "num_free_blocks": stats.num_free_blocks,
+            "num_blocks": stats.num_blocks,
+        }
+
+    def _describe(self) -> dict[str, PlainValue]:
+        return self.state.describe()
+
+    def _memory_info(self) -> dict[str, PlainValue]:
+        return {**self._executor.memory_info()}
+
+    def _model_info(self) -> dict[str, PlainValue]:
+        info = self._executor.info
+        return {
+            "model_dir": info.model_dir,
+            "dtype": info.dtype,
+            "device": info.device,
+            "max_model_len": info.max_model_len,
+            "num_blocks": info.num_blocks,
+            "block_size": info.block_size,
+            "weight_version": self.state.weight_version,
+            **info.versions,
+        }
+
+    def _collective_rpc(self, name: PlainValue, *args: PlainValue) -> UtilityValue:
+        method = self._worker_methods.get(name) if isinstance(name, str) else None
+        if method is None:
+            known = ", ".join(sorted(self._worker_methods))
+            raise InvalidRequestError(f"the workers have no method {str(name)[:100]!r}; there are {known}", "method")
+        try:
+            inspect.signature(method).bind(*args)
+        except TypeError as error:
+            raise InvalidRequestError(f"{name}: {error}", "args") from error
+        return method(*args)
+
+    # -------------------------------------------------------------------------------------- changing
+
+    def _sleep(self, level: PlainValue) -> dict[str, PlainValue]:
+        if isinstance(level, bool) or level not in (1, 2):
+            raise InvalidRequestError(f"the sleep level must be 1 or 2, not {level!r}", "level")
+        event: SleepEvent = "sleep 1" if level == 1 else "sleep 2"
+        if self.state.sleep_state_after(event) is not self.state.residence:
+            # Whoever runs would find other things in its blocks, or none.
+            self._scheduler.preempt_all()
+            self._change_residence(event)
+        return self.state.describe()
+
+    def _wake_up(self, *parts: PlainValue) -> dict[str, PlainValue]:
+        if strange := [part for part in parts if part not in PARTS]:
+            raise InvalidRequestError(f"tags must be of {', '.join(PARTS)}, not {strange[0]!r}", "tags")
+        events: dict[str, SleepEvent] = {"weights": "wake weights", "kv_cache": "wake kv_cache"}
+        for part in PARTS:
+            # One after the other: if the second fails, the first is awake, and the state says so.
+            if part in (parts or PARTS):
+                self._change_residence(events[part])
+        return self.state.describe()
+
+    def _change_residence(self, event: SleepEvent) -> None:
+        residence = self.state.sleep_state_after(event)
+        if residence is not self.state.residence:
+            self._executor.move(residence.weights, has_cache=residence.has_cache)
+            self.state.residence = residence
+
+    def _pause(self, mode: PlainValue, clears_cache: PlainValue) -> dict[str, PlainValue]:
+        events: dict[PlainValue, PauseEvent] = {
+            event.removeprefix("pause "): event for event in get_args(PauseEvent) if event.startswith("pause ")
+        }
+        if mode not in events:
+            raise InvalidRequestError(f"mode must be one of {', '.join(map(str, events))}, not {mode!r}", "mode")
+        self._change_pause(events[mode])
+        if mode == "abort":
+            self._rows += self._scheduler.abort_all()
+        if mode == "wait":
+            self._clears_at_end = bool(clears_cache)
+        elif clears_cache:
+            self._scheduler.reset_prefix_cache()
+        return self.state.describe()
+
+    def _resume(self) -> dict[str, PlainValue]:
+        self._change_pause("resume")
+        return self.state.describe()
+
+    def _change_pause(self, event: PauseEvent) -> None:
+        self.state.pause = self.state.pause_after(event)
+        self._scheduler.admits_new = self.state.admits_new
+
+    def _reset_prefix_cache(self) -> None:
+        self._scheduler.reset_prefix_cache()
+
+    def _update_weights(self, path: PlainValue, version: PlainValue) -> dict[str, PlainValue]:
+        if not isinstance(version, str) or not 1 <= len(version) <= _MAX_VERSION_CHARS:
+            raise InvalidRequestError(f"version must be a string of 1 to {_MAX_VERSION_CHARS} characters", "version")
+        if not isinstance(path, str) or not path or not _is_folder(path):
+            raise InvalidRequestError(f"path {path!r} is not a directory with weights in Hugging Face form", "path")
+        if self.state.residence not in (SleepState.AWAKE, SleepState.ONLY_WEIGHTS):
+            raise InvalidRequestError("the weights are asleep; call wake_up with the tag weights before")
+        try:
+            self._executor.update_weights(Path(path))
+        except EngineStartupError as error:
+            raise InvalidRequestError(str(error), "path") from error
+        self._scheduler.preempt_all()
+        self.state.weight_version = version
+        self.state.weights_path = path
+        return self.state.describe()
+
+    def _start_profile(self) -> None:
+        if self._profile_dir is None:
+            raise NotSupportedError("there is no folder for profiles; start with --profile-dir")
+        self._executor.start_profile(Path(self._profile_dir))
+
+    def _stop_profile(self) -> str | None:
+        return self._executor.stop_profile()
+
+
+def _is_folder(path: str) -> bool:
+    try:
+        return Path(path).is_dir()
+    except OSError:  # a name that is too long, a folder that we may not look into
+        return False

@@ -1,0 +1,1 @@
+"""HTTP connections and the ASGI shell, whatever the routes are."""

@@ -1,0 +1,1 @@
+"""Whole answers, chats and many prompts at once, for programs."""

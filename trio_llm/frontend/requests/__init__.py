@@ -1,0 +1,1 @@
+"""From a prompt to its outputs: admission, registry, streams, sessions, recovery."""

@@ -1,0 +1,151 @@
+"""Admission: whether one more request may wait, and the counts that this is decided by.
+
+Pure. `find_overload` decides, values in and decision out. The ledger is kept by `RequestRegistry`, which asks it
+with nothing between the question and the registration that could let another request in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+
+from trio_llm.errors import InvalidRequestError, OverloadedError, QueuedTokensError, QueueFullError
+
+__all__ = ["AdmissionLedger", "AdmissionLimits", "find_overload"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """None: no limit."""
+
+    max_num_queued_reqs: int | None = None
+    max_num_queued_tokens: int | None = None
+
+
+def find_overload(
+    limits: AdmissionLimits, *, num_requests: int, num_tokens: int, count: int = 1, num_prompt_tokens: int = 0
+) -> OverloadedError | None:
+    """Why a request must be refused now, or None.
+
+    Args:
+        num_requests: unfinished ones, each choice of each counted.
+        num_tokens: prompt tokens of those that have no first token yet.
+        count: choices of the new request.
+        num_prompt_tokens: of one of its choices; 0 if it is not known yet.
+
+    Raises:
+        InvalidRequestError: it has more choices than could ever be admitted.
+    """
+    max_requests, max_tokens = limits.max_num_queued_reqs, limits.max_num_queued_tokens
+    if max_requests is not None:
+        if count > max_requests:
+            raise InvalidRequestError(
+                f"n is {count}, but this server takes {max_requests} at a time (--max-num-queued-reqs)", "n"
+            )
+        if num_requests + count > max_requests:
+            return QueueFullError(
+                f"{num_requests} requests are unfinished and the limit of this server is {max_requests} "
+                f"(--max-num-queued-reqs); this one wants {count} more, try again later"
+            )
+    # Whoever finds no token waiting is let in, however long its prompt: else it could never be.
+    if max_tokens is not None and num_tokens > 0 and num_tokens + max(1, count * num_prompt_tokens) > max_tokens:
+        wanted = f"this one has {count * num_prompt_tokens} more, " if num_prompt_tokens else ""
+        return QueuedTokensError(
+            f"{num_tokens} prompt tokens wait for their first answer token and the limit of this server is "
+            f"{max_tokens} (--max-num-queued-tokens); {wanted}try again later"
+        )
+    return None
+
+
+class AdmissionLedger:
+    """Counts what is unfinished: from its registration until the engine has confirmed its end.
+
+    Args:
+        on_rejection: is told the reason of each refusal.
+    """
+
+    def __init__(self, limits: AdmissionLimits, on_rejection: Callable[[str], None] = lambda _: None) -> None:
+        self._limits = limits
+        self._on_rejection = on_rejection
+        self._prefills: dict[Hashable, int] = {}
+        """Each unfinished request, and its prompt tokens until its first token has come; then 0."""
+        self._num_tokens = 0
+        """The sum of these."""
+        self._inputs: dict[Hashable, tuple[int, Callable[[], None]]] = {}
+        """Inputs of sessions that are not let in yet, in their order: tokens, and who is to be told."""
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._prefills)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of requests that have no first token yet, inputs that wait to be let in among them."""
+        return self._num_tokens + sum(num_tokens for num_tokens, _ in self._inputs.values())
+
+    def check(self, *, count: int = 1, num_prompt_tokens: int = 0) -> None:
+        """Return if a request of `count` choices may be registered now. Arguments and errors: as `find_overload`.
+
+        Raises:
+            OverloadedError: it must not.
+            InvalidRequestError: it never could.
+        """
+        overload = find_overload(
+            self._limits,
+            num_requests=self.num_requests,
+            num_tokens=self.num_tokens,
+            count=count,
+            num_prompt_tokens=num_prompt_tokens,
+        )
+        if overload is not None:
+            self._on_rejection(overload.reason)
+            raise overload
+
+    def add(self, request: Hashable, num_prompt_tokens: int) -> None:
+        """One choice of a request was registered."""
+        self.remove(request)
+        self._count(request, num_prompt_tokens)
+
+    def queue_input(self, session: Hashable, num_tokens: int, let_in: Callable[[], None]) -> None:
+        """An input of an unfinished session wants into the engine. `let_in` is called when it may, now or later.
+
+        Its session was admitted: it is never refused. Its tokens count from now on, so that new requests are refused
+        rather than let pass it; inputs are let in in their order. The end of its session ends the wait.
+        """
+        self._num_tokens -= self._prefills.get(session, 0)
+        self._prefills[session] = 0
+        self._inputs.pop(session, None)
+        self._inputs[session] = (num_tokens, let_in)
+        self._let_in()
+
+    def has_first_token(self, request: Hashable) -> None:
+        """Its prompt is computed. Harmless if that was said before, or if the request is gone."""
+        if self._prefills.get(request):
+            self._count(request, 0)
+            self._let_in()
+
+    def remove(self, request: Hashable) -> None:
+        """It is over. Harmless if it was not there."""
+        self._inputs.pop(request, None)
+        self._num_tokens -= self._prefills.pop(request, 0)
+        self._let_in()
+
+    def clear(self) -> None:
+        """The engine is gone, and all requests with it."""
+        self._inputs.clear()
+        self._prefills.clear()
+        self._num_tokens = 0
+
+    def _count(self, request: Hashable, num_tokens: int) -> None:
+        self._num_tokens += num_tokens - self._prefills.get(request, 0)
+        self._prefills[request] = num_tokens
+
+    def _let_in(self) -> None:
+        limit = self._limits.max_num_queued_tokens
+        while self._inputs:
+            session, (num_tokens, let_in) = next(iter(self._inputs.items()))
+            if limit is not None and self._num_tokens > 0 and self._num_tokens + num_tokens > limit:
+                return
+            del self._inputs[session]
+            self._count(session, num_tokens)
+            let_in()

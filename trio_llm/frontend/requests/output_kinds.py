@@ -1,0 +1,62 @@
+"""What a reader gets for what is new of a request, by the output kind that it asked for.
+
+Pure. Used by the output processor.
+"""
+
+from __future__ import annotations
+
+from trio_llm.frontend.requests.state import RequestState
+from trio_llm.outputs import CompletionOutput, RequestOutput
+from trio_llm.sampling import RequestOutputKind
+
+__all__ = ["make_output"]
+
+
+def make_output(state: RequestState, news: CompletionOutput) -> RequestOutput | None:
+    """What the reader gets, by its output kind. None: nothing yet."""
+    is_last = news.finish_reason is not None
+    if state.kind is not RequestOutputKind.DELTA:
+        news = _accumulate(state, news)
+        if state.kind is RequestOutputKind.FINAL_ONLY and not is_last:
+            return None
+    elif not news.token_ids and not news.text and not is_last:
+        return None
+    num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
+    output = RequestOutput(
+        state.external_id,
+        state.num_prompt_tokens,
+        num_cached_tokens,
+        [news],
+        is_last,
+        None,
+        state.weight_version,
+    )
+    if state.prompt_logprobs is not None:
+        _add_prompt_logprobs(state, output)
+    elif state.family is not None and state.kind is RequestOutputKind.CUMULATIVE:
+        output.prompt_logprobs = state.family.prompt_logprobs
+    return state.family.finish(output) if is_last and state.family is not None else output
+
+
+def _add_prompt_logprobs(state: RequestState, output: RequestOutput) -> None:
+    """Unless the answer ends, by an abort, before its prompt is through."""
+    assert state.prompt_logprobs is not None
+    if len(state.prompt_logprobs) < state.num_prompt_tokens:
+        return
+    output.prompt_logprobs = state.prompt_logprobs
+    if state.kind is RequestOutputKind.DELTA:
+        state.prompt_logprobs = None
+    elif state.family is not None:
+        state.family.prompt_logprobs = state.prompt_logprobs
+
+
+def _accumulate(state: RequestState, news: CompletionOutput) -> CompletionOutput:
+    """All so far, for kinds that give it."""
+    state.text.append(news.text)
+    state.logprobs.extend(news.logprobs or ())
+    if state.kind is RequestOutputKind.FINAL_ONLY and news.finish_reason is None:
+        return news
+    logprobs = list(state.logprobs) if state.wants_logprobs else None
+    return CompletionOutput(
+        state.index, "".join(state.text), list(state.token_ids), logprobs, news.finish_reason, news.stop_reason
+    )
