@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tests.engine.test_core import a_core, a_request, run
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
-from trio_llm.engine.engine_state import WeightsLocation
-from trio_llm.engine.executor.base import DeviceLostError
+from trio_llm.engine.device import DeviceLostError, WeightsLocation
 from trio_llm.engine.executor.fake import load_fake
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import Abort, Continue, EngineCoreOutput, EngineCoreOutputs, UtilityCall, UtilityResult

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
-from trio_llm.engine.executor.base import StepPlan, StepResult
 from trio_llm.engine.executor.fake import load_fake
+from trio_llm.engine.scheduling.step import StepPlan, StepResult
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (

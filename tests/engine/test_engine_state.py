@@ -6,16 +6,8 @@ from typing import get_args
 
 import pytest
 
-from trio_llm.engine.engine_state import (
-    PAUSES,
-    SLEEP_STATES,
-    ControlMachine,
-    Pause,
-    PauseEvent,
-    SleepEvent,
-    SleepState,
-    WeightsLocation,
-)
+from trio_llm.engine.device import WeightsLocation
+from trio_llm.engine.engine_state import PAUSES, SLEEP_STATES, ControlMachine, Pause, PauseEvent, SleepEvent, SleepState
 
 
 def test_each_table_knows_every_state() -> None:

@@ -15,10 +15,11 @@ from tests.engine.scheduling.test_pooling_traffic import vector_alone
 from tests.engine.scheduling.test_scheduler_properties import expected_answer
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
-from trio_llm.engine.executor.base import LaunchedStep, StepPlan
+from trio_llm.engine.executor.base import LaunchedStep
 from trio_llm.engine.executor.fake import FakeExecutor
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import StepPlan
 from trio_llm.pooling import PoolingKind, PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import NO_SAMPLING, Abort, Continue, EngineCoreOutput, EngineCoreRequest, UtilityCall

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, get_args
 
+from trio_llm.engine.device import DeviceLostError
 from trio_llm.engine.engine_state import PARTS, ControlMachine, Pause, PauseEvent, SleepEvent, SleepState
-from trio_llm.engine.executor.base import DeviceLostError, Executor
+from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.errors import EngineStartupError, InvalidRequestError, NotSupportedError
 from trio_llm.wire.messages import EngineCoreOutput, PlainValue, UtilityCall, UtilityResult

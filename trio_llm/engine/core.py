@@ -10,12 +10,13 @@ from collections import deque
 
 from trio_llm.config import EngineConfig
 from trio_llm.engine.control_calls import BETWEEN_STEPS, Utilities
-from trio_llm.engine.executor.base import Executor, LaunchedStep, StepPlan
+from trio_llm.engine.executor.base import Executor, LaunchedStep
 from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.pooling import find_task_problem
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import StepPlan
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
     Abort,

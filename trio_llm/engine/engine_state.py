@@ -9,6 +9,7 @@ import enum
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from trio_llm.engine.device import WeightsLocation
 from trio_llm.wire.messages import PlainValue
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "PauseEvent",
     "SleepEvent",
     "SleepState",
-    "WeightsLocation",
 ]
 
 PARTS: Final = ("weights", "kv_cache")
@@ -28,14 +28,6 @@ PARTS: Final = ("weights", "kv_cache")
 
 SleepEvent = Literal["sleep 1", "sleep 2", "wake weights", "wake kv_cache"]
 PauseEvent = Literal["pause abort", "pause wait", "pause keep", "resume"]
-
-
-class WeightsLocation(enum.Enum):
-    """Where the weights are. On a CPU, `DEVICE` and `HOST` are the same memory."""
-
-    DEVICE = "device"
-    HOST = "host"
-    DROPPED = "dropped"
 
 
 class SleepState(enum.Enum):

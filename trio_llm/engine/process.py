@@ -16,7 +16,8 @@ from typing import NoReturn
 
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
-from trio_llm.engine.executor.base import Executor, ProgressCallback
+from trio_llm.engine.device import ProgressCallback
+from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.link import EngineLink
 from trio_llm.engine.loop import run_loop
 from trio_llm.errors import TrioLLMError

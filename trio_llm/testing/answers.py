@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Final
 
 from trio_llm.config import FakeEngineConfig
-from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.executor.fake import FakeExecutor
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import RowError, SampledToken
 
 __all__ = ["END", "LOGITS_WIDTH", "MODEL_DIR", "AnsweringExecutor", "read_text"]
 

@@ -15,8 +15,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
-from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.executor.fake import DEFAULT_NUM_BLOCKS
+from trio_llm.engine.scheduling.step import RowError, SampledToken
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.core_client.restart_policy import RestartPolicy

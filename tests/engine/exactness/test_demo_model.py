@@ -17,7 +17,7 @@ from tests.engine.exactness.serving import Answer, Case, Serving, a_case, alone,
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.engine.models.causal_lm import CausalLM
-from trio_llm.engine.models.classifier import load_model
+from trio_llm.engine.models.load import load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.worker.kv_cache import CachePlan
 from trio_llm.frontend.requests.parallel_sampling import fan_out

@@ -16,8 +16,7 @@ from tests.engine.test_control_calls import Engine
 from tests.support.tiny_models import CONFIGS, load, save_classifier, save_model
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
-from trio_llm.engine.engine_state import WeightsLocation
-from trio_llm.engine.executor.base import DeviceLostError
+from trio_llm.engine.device import DeviceLostError, WeightsLocation
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams

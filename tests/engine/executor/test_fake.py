@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 
 from trio_llm.config import EngineConfig, FakeEngineConfig
-from trio_llm.engine.executor.base import Executor, PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
+from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.executor.fake import FakeExecutor, load_fake
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.sampling import SamplingParams
 
 BLOCK_SIZE = 4

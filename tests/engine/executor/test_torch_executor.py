@@ -15,11 +15,12 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_config, save_model
 from trio_llm.config import EngineConfig
-from trio_llm.engine.executor.base import LaunchedStep, PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
+from trio_llm.engine.executor.base import LaunchedStep
 from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
 from trio_llm.errors import EngineStartupError
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import Continue

@@ -15,11 +15,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.sampling.bans import banned_tokens
 from trio_llm.engine.sampling.keyed_noise import gumbel_noise, mix_seeds, row_keys, token_hashes
 from trio_llm.engine.sampling.sampler import Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import RowError, SampledToken
 from trio_llm.sampling import SamplingParams
 
 Results = list[SampledToken | RowError]

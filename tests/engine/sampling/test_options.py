@@ -31,8 +31,8 @@ from tests.engine.sampling.rows import (
     sample,
     token_of,
 )
-from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import RowError, SampledToken
 
 WIDTH = 300
 EOS = (0, 5)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.sampling.rows import make_sampler, make_sequence, sample, token_of
-from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import RowError, SampledToken
 
 
 def row(seed: int = 0, length: int = 1, banned: tuple[int, ...] = (), **params: Any) -> Sequence:

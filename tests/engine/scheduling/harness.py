@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter, deque
 
 from trio_llm.config import FakeEngineConfig
-from trio_llm.engine.executor.base import LaunchedStep, StepPlan
+from trio_llm.engine.executor.base import LaunchedStep
 from trio_llm.engine.executor.fake import FakeExecutor
 from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import StepPlan
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreOutput
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.engine.scheduling.harness import LOGITS_WIDTH, MiniEngine, answer_alone, make_limits, make_sequence
 from trio_llm.config import FakeEngineConfig
-from trio_llm.engine.executor.base import RowError, SampledToken, StepResult
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import SequenceState
+from trio_llm.engine.scheduling.step import RowError, SampledToken, StepResult
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreOutput, LogprobRow
 

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trio_llm.engine.executor.base import ScheduledChunk, StepPlan
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import ScheduledChunk, StepPlan
 from trio_llm.engine.worker.batch import build_batch
 from trio_llm.sampling import SamplingParams
 

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trio_llm.engine.executor.base import PooledVector, RowError, ScheduledChunk, StepPlan
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import PooledVector, RowError, ScheduledChunk, StepPlan
 from trio_llm.engine.worker.pooler import Pooler
 from trio_llm.pooling import PoolingParams
 from trio_llm.wire.messages import NO_SAMPLING

@@ -12,7 +12,7 @@ from trio.testing import MockClock
 from tests.frontend.test_recovery import FOREVER_S, read, restarting, wait_for, whole
 from trio_llm import SamplingParams
 from trio_llm.config import EngineConfig
-from trio_llm.engine.executor.base import DeviceLostError
+from trio_llm.engine.device import DeviceLostError
 from trio_llm.errors import EngineDeadError, EngineGenerateError
 from trio_llm.frontend.control.monitor import EngineMonitor
 from trio_llm.frontend.rendering.renderer import Renderer

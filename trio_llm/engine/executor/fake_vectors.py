@@ -6,7 +6,7 @@ import math
 import struct
 from typing import Final
 
-from trio_llm.engine.executor.base import PooledVector
+from trio_llm.engine.scheduling.step import PooledVector
 from trio_llm.pooling import PoolingParams
 
 __all__ = ["fake_vector"]

@@ -16,24 +16,17 @@ import transformers
 from torch import Tensor
 
 from trio_llm.config import Device, EngineConfig
-from trio_llm.engine.engine_state import WeightsLocation
-from trio_llm.engine.executor.base import (
-    Executor,
-    LaunchedStep,
-    PooledVector,
-    ProgressCallback,
-    RowError,
-    ScheduledChunk,
-    StepPlan,
-    StepResult,
-)
+from trio_llm.engine.device import ProgressCallback, WeightsLocation
+from trio_llm.engine.executor.base import Executor, LaunchedStep
 from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates
-from trio_llm.engine.models.classifier import SequenceClassifier, load_model
+from trio_llm.engine.models.classifier import SequenceClassifier
+from trio_llm.engine.models.load import load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.ops.attention import BLOCK_SIZE
 from trio_llm.engine.sampling.logprobs import logprob_rows
 from trio_llm.engine.sampling.sampler import PendingTokens, Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import PooledVector, RowError, ScheduledChunk, StepPlan, StepResult
 from trio_llm.engine.worker.batch import Batch, build_batch
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
 from trio_llm.engine.worker.pooler import Pooler

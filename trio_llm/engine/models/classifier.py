@@ -1,26 +1,21 @@
-"""SequenceClassifier: a model with a classification head in place of one that names tokens. load_model: any of both.
+"""SequenceClassifier: a model with a classification head in place of one that names tokens.
 
 The generic path of `causal_lm.py`, with another head. Used by the torch executor.
 """
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from trio_llm.config import DType
-from trio_llm.engine.models.causal_lm import CausalLM, ModelKind, load_causal_lm
+from trio_llm.engine.models.causal_lm import CausalLM, ModelKind
 from trio_llm.errors import EngineStartupError
 
-__all__ = ["SequenceClassifier", "load_model"]
-
-_SUFFIX: Final = "ForSequenceClassification"
+__all__ = ["CLASSIFIERS", "SequenceClassifier"]
 
 
 class SequenceClassifier(CausalLM):
@@ -75,27 +70,9 @@ class SequenceClassifier(CausalLM):
         return logits
 
 
-_CLASSIFIERS: Final = ModelKind(
+CLASSIFIERS: Final = ModelKind(
     auto_class=AutoModelForSequenceClassification,
     mapping=MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     name="a classifier of sequences",
     wrap=SequenceClassifier,
 )
-
-
-def load_model(model_dir: Path, *, dtype: DType, device: torch.device) -> CausalLM:
-    """Read a language model, or a classifier if its configuration names one among `architectures`.
-
-    Arguments and errors: as `load_causal_lm`.
-    """
-    if _is_classifier(model_dir):
-        return load_causal_lm(model_dir, dtype=dtype, device=device, kind=_CLASSIFIERS)
-    return load_causal_lm(model_dir, dtype=dtype, device=device)
-
-
-def _is_classifier(model_dir: Path) -> bool:
-    try:
-        names = json.loads((model_dir / "config.json").read_bytes()).get("architectures")
-    except (OSError, ValueError, AttributeError):
-        return False  # whoever loads it says what is wrong
-    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in names)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trio_llm.engine.executor.base import ProgressCallback
+from trio_llm.engine.device import ProgressCallback
 from trio_llm.errors import EngineStartupError
 
 __all__ = ["convert_once"]

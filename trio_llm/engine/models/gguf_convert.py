@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from torch import Tensor
 
-from trio_llm.engine.executor.base import ProgressCallback
+from trio_llm.engine.device import ProgressCallback
 from trio_llm.errors import EngineStartupError
 
 __all__ = ["conversion_key", "convert_gguf"]

@@ -10,7 +10,7 @@ import importlib.util
 from pathlib import Path
 
 from trio_llm.config import EngineConfig, cache_dir
-from trio_llm.engine.executor.base import ProgressCallback
+from trio_llm.engine.device import ProgressCallback
 from trio_llm.engine.models.convert_once import convert_once
 from trio_llm.engine.models.gguf_convert import conversion_key, convert_gguf
 from trio_llm.errors import EngineStartupError

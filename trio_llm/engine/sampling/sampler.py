@@ -15,7 +15,6 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
-from trio_llm.engine.executor.base import RowError, SampledToken
 from trio_llm.engine.sampling.bans import NOTHING_LEFT
 from trio_llm.engine.sampling.kept import KeptSequences
 from trio_llm.engine.sampling.keyed_noise import log_race, row_keys, token_hashes
@@ -23,6 +22,7 @@ from trio_llm.engine.sampling.layout import Layout
 from trio_llm.engine.sampling.logprobs import PendingLogprobs
 from trio_llm.engine.sampling.transfer import HostCopy
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import RowError, SampledToken
 
 __all__ = ["PendingTokens", "Sampler"]
 

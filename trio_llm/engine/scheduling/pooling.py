@@ -5,8 +5,8 @@ Pure. Used by the engine core and the scheduler. To both, such a request is a pr
 
 from __future__ import annotations
 
-from trio_llm.engine.executor.base import PooledVector
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import PooledVector
 from trio_llm.wire.messages import EngineCoreOutput, EngineCoreRequest, ModelConfig
 
 __all__ = ["find_task_problem", "pooled_row"]

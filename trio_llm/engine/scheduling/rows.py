@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import Final
 
-from trio_llm.engine.executor.base import PooledVector, RowError, SampledToken, StepPlan, StepResult
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
+from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, StepPlan, StepResult
 from trio_llm.wire.messages import EngineCoreOutput
 
 __all__ = ["final_row", "find_fault", "take_scores"]

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from trio_llm.engine.executor.base import PooledVector, SampledToken, StepPlan, StepResult
 from trio_llm.engine.scheduling.invariants import check_scheduler
 from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
@@ -23,7 +22,7 @@ from trio_llm.engine.scheduling.rows import final_row, find_fault, take_scores
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
 from trio_llm.engine.scheduling.sequence_blocks import SequenceBlocks
 from trio_llm.engine.scheduling.sessions import extend
-from trio_llm.engine.scheduling.step import StepBuilder, StepInFlight
+from trio_llm.engine.scheduling.step import PooledVector, SampledToken, StepBuilder, StepInFlight, StepPlan, StepResult
 from trio_llm.engine.scheduling.stopping import ends_with_pending, find_end
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import Continue, EngineCoreOutput, SchedulerStats

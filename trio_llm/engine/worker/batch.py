@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trio_llm.engine.executor.base import ScheduledChunk, StepPlan
 from trio_llm.engine.models.paged_attention import AttentionBatch
 from trio_llm.engine.ops.attention import BLOCK_SIZE, AttentionRows
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import ScheduledChunk, StepPlan
 
 __all__ = ["Batch", "build_batch"]
 

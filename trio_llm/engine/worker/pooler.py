@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trio_llm.engine.executor.base import PooledVector, RowError, ScheduledChunk, StepPlan
 from trio_llm.engine.scheduling.sequence import Sequence
+from trio_llm.engine.scheduling.step import PooledVector, RowError, ScheduledChunk, StepPlan
 
 __all__ = ["Pooler"]
 

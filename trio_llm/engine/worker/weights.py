@@ -12,10 +12,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from trio_llm.engine.engine_state import WeightsLocation
-from trio_llm.engine.executor.base import DeviceLostError
+from trio_llm.engine.device import DeviceLostError, WeightsLocation
 from trio_llm.engine.models.causal_lm import CausalLM, read_config
-from trio_llm.engine.models.classifier import load_model
+from trio_llm.engine.models.load import load_model
 from trio_llm.errors import EngineStartupError
 
 __all__ = ["WeightStore"]
