@@ -1,6 +1,6 @@
 """The exception tree: what went wrong, whose fault it is, its HTTP status, and whether a retry can help.
 
-Pure. Raised everywhere; `frontend/http/errors.py` is the one place that turns them into replies.
+Pure. Raised everywhere; `frontend/http/server/errors.py` is the one place that turns them into replies.
 
     TrioLLMError
     ├── ConfigError                 the operator's: a flag or a field of a config is wrong

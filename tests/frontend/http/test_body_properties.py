@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.errors import reply_for
 from trio_llm.frontend.http.json_body import parse_json_object
 from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, parse_chat_request
 from trio_llm.frontend.http.openai.completions import (
@@ -26,6 +25,7 @@ from trio_llm.frontend.http.openai.pooling import (
     score_params,
 )
 from trio_llm.frontend.http.openai.prompts import parse_prompts
+from trio_llm.frontend.http.server.errors import reply_for
 from trio_llm.frontend.rendering.messages import plain_messages
 
 FIELDS = sorted(

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from trio_llm.config import ServerConfig
 from trio_llm.errors import InvalidRequestError, NotSupportedError
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.errors import WebPageError
 from trio_llm.frontend.http.json_body import parse_json_object
+from trio_llm.frontend.http.server.errors import WebPageError
 from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send
 from trio_llm.wire.messages import PlainValue
 

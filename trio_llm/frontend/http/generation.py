@@ -17,8 +17,8 @@ from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.http.assembly import PLAIN_VIEW, AnswerView, Assembler
-from trio_llm.frontend.http.errors import name_as_asked
-from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout
+from trio_llm.frontend.http.openai.field_errors import name_as_asked
+from trio_llm.frontend.http.server.timeouts import NO_TIMEOUT, RequestTimeout
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import SamplingParams
 

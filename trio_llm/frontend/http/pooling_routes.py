@@ -17,8 +17,8 @@ from starlette.responses import Response
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.errors import name_as_asked
 from trio_llm.frontend.http.generation import RunningRequests, check_batch
+from trio_llm.frontend.http.openai.field_errors import name_as_asked
 from trio_llm.frontend.http.openai.pooling import (
     MAX_INPUTS,
     EmbeddingRequest,
@@ -41,7 +41,7 @@ from trio_llm.frontend.http.openai.vectors import (
     score_entries,
 )
 from trio_llm.frontend.http.request_reader import RequestReader, request_id_of, request_timeout
-from trio_llm.frontend.http.timeouts import RequestTimeout
+from trio_llm.frontend.http.server.timeouts import RequestTimeout
 from trio_llm.frontend.requests.input_processor import check_task
 from trio_llm.frontend.requests.pooling_output import cosine, run_in_order
 from trio_llm.outputs import PoolingOutput

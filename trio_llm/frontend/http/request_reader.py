@@ -15,7 +15,7 @@ from trio_llm.errors import ModelNotFoundError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
 from trio_llm.frontend.http.model_names import served_names
-from trio_llm.frontend.http.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
+from trio_llm.frontend.http.server.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
 
 __all__ = ["RequestReader", "request_id_of", "request_timeout"]
 

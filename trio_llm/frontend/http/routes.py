@@ -21,7 +21,6 @@ from trio_llm.config import ServerConfig
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.assembly import Choice, Event, Usage, whole_choices
 from trio_llm.frontend.http.control_routes import control_routes
-from trio_llm.frontend.http.errors import MethodNotAllowedError, RouteNotFoundError
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.generation import Generation, RunningRequests
 from trio_llm.frontend.http.model_names import served_names
@@ -44,6 +43,7 @@ from trio_llm.frontend.http.openai.responses import (
 )
 from trio_llm.frontend.http.pooling_routes import PoolingRoutes
 from trio_llm.frontend.http.request_reader import RequestReader, request_id_of, request_timeout
+from trio_llm.frontend.http.server.errors import MethodNotAllowedError, RouteNotFoundError
 from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send
 from trio_llm.frontend.requests.input_processor import check_task
 from trio_llm.version import __version__

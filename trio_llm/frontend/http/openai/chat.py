@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from pydantic import Field, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.errors import name_as_asked
+from trio_llm.frontend.http.openai.field_errors import name_as_asked
 from trio_llm.frontend.http.openai.fields import (
     NOT_SUPPORTED,
     CommonFields,

@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.errors import invalid_fields_error
+from trio_llm.frontend.http.openai.field_errors import invalid_fields_error
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.quoting import quote
 from trio_llm.sampling import (

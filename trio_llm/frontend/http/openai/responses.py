@@ -21,7 +21,7 @@ from trio_llm.frontend.http.assembly import (
     TextDelta,
     Usage,
 )
-from trio_llm.frontend.http.sse import DONE_EVENT
+from trio_llm.frontend.http.server.sse import DONE_EVENT
 from trio_llm.outputs import Logprob, TokenLogprobs
 
 __all__ = ["AnswerHead", "ChatChunks", "CompletionChunks", "chat_answer", "completion_answer"]

@@ -28,7 +28,7 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.errors import (
+from trio_llm.frontend.http.server.errors import (
     HttpVersionError,
     MalformedRequestError,
     RequestHeadTooLargeError,

@@ -18,8 +18,10 @@ from tests.support.http_server import BOUND_S, CHAT, Connection, open_server
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ConfigError
 from trio_llm.frontend.control.status import EngineStatus
-from trio_llm.frontend.http.server import server as server_module
-from trio_llm.frontend.http.server.server import open_listeners, serve, stop_on_signals
+from trio_llm.frontend.http import serve as serve_module
+from trio_llm.frontend.http.serve import serve
+from trio_llm.frontend.http.server.listeners import open_listeners
+from trio_llm.frontend.http.server.signals import stop_on_signals
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -196,8 +198,8 @@ def is_window_closed(server_port: int, client_port: int) -> bool:
 
 @pytest.mark.parametrize("how", ["stop", "cancel"])
 async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "ENDING_S", 0.01)
-    monkeypatch.setattr(server_module, "CLOSING_S", 0.01)
+    monkeypatch.setattr(serve_module, "ENDING_S", 0.01)
+    monkeypatch.setattr(serve_module, "CLOSING_S", 0.01)
     client = FakeClient(*["word" * 10_000] * 1000, HANG)
     with trio.fail_after(BOUND_S):
         async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
@@ -246,7 +248,7 @@ async def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 SECOND_SIGNAL = """
 import os, signal, sys, trio, trio.testing
-from trio_llm.frontend.http.server.server import stop_on_signals
+from trio_llm.frontend.http.server.signals import stop_on_signals
 
 async def main():
     stop = trio.Event()
@@ -264,7 +266,7 @@ trio.run(main)
 """
 
 HARD_EXIT = """
-from trio_llm.frontend.http.server.server import hard_exit_after
+from trio_llm.frontend.http.server.signals import hard_exit_after
 
 hard_exit_after(0.01)
 while True:
@@ -274,7 +276,7 @@ while True:
 
 LOADED = """
 import sys
-import trio_llm.frontend.http.server.server
+import trio_llm.frontend.http.serve
 
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"starlette", "pydantic", "fastapi", "torch"}))
 """
