@@ -158,9 +158,9 @@ def test_the_limits_of_the_page_are_the_code_s() -> None:
     assert f"0 to {MAX_LOGPROBS} alternatives" in both["prompt_logprobs"]
     for penalty in ("presence_penalty", "frequency_penalty"):
         assert f"-{MAX_PENALTY} to {MAX_PENALTY}" in both[penalty]
-    least = MIN_REPETITION_PENALTY
-    assert f"above 0, up to {MAX_REPETITION_PENALTY};" in both["repetition_penalty"]
-    assert f"Below {least} counts as {least}" in both["repetition_penalty"]
+    least, most = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+    assert "any finite number above 0;" in both["repetition_penalty"]
+    assert f"Below {least} counts as {least}, above {most} as {most}" in both["repetition_penalty"]
     assert f"up to {MAX_LOGIT_BIAS_TOKENS} token ids" in both["logit_bias"]
     assert f"-{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}" in both["logit_bias"]
     assert f"may have {MAX_PROMPT_LOGPROBS} of them" in " ".join(section("Answers").split())

@@ -11,7 +11,7 @@ from typing import Final
 import trio
 
 from trio_llm.config import EngineConfig
-from trio_llm.errors import EngineDeadError, EngineUnavailableError
+from trio_llm.errors import EngineDeadError, EngineUnavailableError, fresh
 from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.core_client.base import EngineLost
 from trio_llm.wire.messages import Progress
@@ -116,7 +116,7 @@ class EngineMonitor:
     def not_ready(self) -> EngineDeadError | EngineUnavailableError:
         """Why there is no loaded model now."""
         if self.dead_error is not None:
-            return type(self.dead_error)(*self.dead_error.args)
+            return fresh(self.dead_error)
         progress = self.progress
         how_far = f", {progress.done} of {progress.total}" if progress.total else ""
         if self.lost is not None:

@@ -18,6 +18,7 @@ from trio_llm.errors import (
     EngineUnavailableError,
     InvalidRequestError,
     NotSupportedError,
+    fresh,
 )
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.wire.codec import decode_to_engine, encode
@@ -100,7 +101,7 @@ class UtilityCalls:
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._dead_error is not None:
-            raise type(self._dead_error)(*self._dead_error.args)
+            raise fresh(self._dead_error)
         _check_has_form(method, args)
         call_id = next(self._numbers)
         send, receive = trio.open_memory_channel[_Answer](1)
@@ -113,7 +114,7 @@ class UtilityCalls:
         finally:
             self._waiting.pop(call_id, None)
         if not isinstance(answer, UtilityResult):
-            raise type(answer)(*answer.args)
+            raise fresh(answer)
         if answer.error is not None:
             raise _error_of(answer, f"{method}: {answer.error}")
         return answer.value

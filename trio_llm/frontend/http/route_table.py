@@ -118,9 +118,7 @@ ROUTES: Final[tuple[Route, ...]] = (
     ProbeRoute(path="/metrics", summary="Statistics for Prometheus", media_type="text/plain"),
     ControlRoute(method="POST", path="/sleep", handler=control.sleep, summary="Give the engine's memory back"),
     ControlRoute(method="POST", path="/wake_up", handler=control.wake_up, summary="Undo /sleep"),
-    ControlRoute(
-        method="GET", path="/is_sleeping", handler=control.show_sleeping, summary="Is any part asleep"
-    ),
+    ControlRoute(method="GET", path="/is_sleeping", handler=control.show_sleeping, summary="Is any part asleep"),
     ControlRoute(method="POST", path="/pause", handler=control.pause, summary="Stop generating"),
     ControlRoute(method="POST", path="/resume", handler=control.resume, summary="Undo /pause"),
     ControlRoute(method="GET", path="/is_paused", handler=control.show_paused, summary="Whether generating is stopped"),

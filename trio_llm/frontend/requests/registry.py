@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 import trio
 
-from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError
+from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError, fresh
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.requests.admission import AdmissionLedger
 from trio_llm.frontend.requests.collector import RepeatingCollector, RequestOutputCollector
@@ -338,8 +338,7 @@ class RequestRegistry:
         """There is no engine any more: every reader gets the text it is owed, then the error. Once."""
         for state, request in self.by_state.items():
             if not state.is_tombstone:
-                # One exception object must not be raised in many tasks: each would add its own traceback.
-                request.collector.put_error(type(error)(*error.args))
+                request.collector.put_error(fresh(error))
                 self._recorder.request_finished(state, request.clock, "error")
         self.by_state.clear()
         self._ledger.clear()

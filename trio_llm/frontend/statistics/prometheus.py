@@ -1,13 +1,14 @@
 """PrometheusStatLogger: statistics as Prometheus series, under the names that vLLM's dashboards use.
 
 Counts in plain lists and integers, because it is called for every batch of tokens; the exposition format is
-made only when somebody scrapes. Given to the output handler, which records, and to the HTTP app, which renders.
+made only for a scrape. The output handler records, and the HTTP app renders.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -69,6 +70,26 @@ class _Histogram:
         return self._sum
 
 
+@dataclass(slots=True)
+class _Counters:
+    """Sums since the logger was made."""
+
+    num_preempted: int = 0
+    num_prompt_tokens: int = 0
+    num_queried_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_restarts: int = 0
+
+    def add(self, iteration: IterationStats) -> None:
+        """Add what one batch has of them. Preemptions come with the scheduler's statistics."""
+        self.num_prompt_tokens += iteration.num_prompt_tokens
+        self.num_queried_tokens += iteration.num_queried_tokens
+        self.num_cached_tokens += iteration.num_cached_tokens
+        self.num_generation_tokens += iteration.num_generation_tokens
+        self.num_restarts += iteration.num_restarts
+
+
 class PrometheusStatLogger:
     """Counts since it was made, for one model and one engine.
 
@@ -82,13 +103,7 @@ class PrometheusStatLogger:
         self._model_name = model_name
         self._engine = engine
         self._scheduler = SchedulerStats()
-        self._num_preempted = 0
-        self._num_preempted_of_engine = 0
-        self._num_prompt_tokens = 0
-        self._num_queried_tokens = 0
-        self._num_cached_tokens = 0
-        self._num_generation_tokens = 0
-        self._num_restarts = 0
+        self._counters = _Counters()
         self._finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
         self._rejections: dict[str, int] = dict.fromkeys(_REJECTIONS, 0)
         self._first_token_s = _Histogram(_FIRST_TOKEN_S)
@@ -106,16 +121,10 @@ class PrometheusStatLogger:
         """Add one drained batch."""
         if scheduler is not None:
             # The engine counts from its own start: after a restart it begins at 0, and a counter must not fall.
-            before = self._num_preempted_of_engine
-            now = scheduler.num_preempted
-            self._num_preempted += now - before if now >= before else now
-            self._num_preempted_of_engine = now
+            before, now = self._scheduler.num_preempted, scheduler.num_preempted
+            self._counters.num_preempted += now - before if now >= before else now
             self._scheduler = scheduler
-        self._num_prompt_tokens += iteration.num_prompt_tokens
-        self._num_queried_tokens += iteration.num_queried_tokens
-        self._num_cached_tokens += iteration.num_cached_tokens
-        self._num_generation_tokens += iteration.num_generation_tokens
-        self._num_restarts += iteration.num_restarts
+        self._counters.add(iteration)
         if iteration.time_to_first_token_s:
             self._first_token_s.observe_many(iteration.time_to_first_token_s)
         if iteration.inter_token_latency_s:
@@ -145,24 +154,26 @@ class PrometheusStatLogger:
     # ------------------------------------------------------------------------------------- scraping
 
     def _families(self) -> Iterator[Metric]:
-        scheduler = self._scheduler
+        scheduler, counters = self._scheduler, self._counters
         used = scheduler.num_blocks - scheduler.num_free_blocks
         usage = used / scheduler.num_blocks if scheduler.num_blocks else 0.0
         yield self._gauge("num_requests_running", "Requests in the batch of the engine.", scheduler.num_running)
         yield self._gauge("num_requests_waiting", "Requests waiting in the engine.", scheduler.num_waiting)
         yield self._gauge("kv_cache_usage_perc", "KV blocks in use, from 0 to 1.", usage)
-        yield self._counter("prompt_tokens", "Prompt tokens of requests with a first token.", self._num_prompt_tokens)
-        yield self._counter("generation_tokens", "Generated tokens.", self._num_generation_tokens)
-        yield self._counter("prompt_tokens_cached", "Prompt tokens that were in the cache.", self._num_cached_tokens)
         yield self._counter(
-            "prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.", self._num_queried_tokens
+            "prompt_tokens", "Prompt tokens of requests with a first token.", counters.num_prompt_tokens
         )
-        yield self._counter("prefix_cache_hits", "Prompt tokens that it had.", self._num_cached_tokens)
-        yield self._counter("num_preemptions", "Requests put back to make room for others.", self._num_preempted)
+        yield self._counter("generation_tokens", "Generated tokens.", counters.num_generation_tokens)
+        yield self._counter("prompt_tokens_cached", "Prompt tokens that were in the cache.", counters.num_cached_tokens)
+        yield self._counter(
+            "prefix_cache_queries", "Prompt tokens that the prefix cache was asked for.", counters.num_queried_tokens
+        )
+        yield self._counter("prefix_cache_hits", "Prompt tokens that it had.", counters.num_cached_tokens)
+        yield self._counter("num_preemptions", "Requests put back to make room for others.", counters.num_preempted)
         restarts = CounterMetricFamily(
             "trio_llm:engine_restarts", "Engines that were started after another one had died.", labels=_LABELS
         )
-        restarts.add_metric([self._model_name, self._engine], self._num_restarts)
+        restarts.add_metric([self._model_name, self._engine], counters.num_restarts)
         yield restarts
         success = CounterMetricFamily(
             "vllm:request_success", "Requests that ended, by reason.", labels=[*_LABELS, "finished_reason"]
@@ -202,7 +213,7 @@ class PrometheusStatLogger:
 
 
 class _Families(Collector):
-    """What the registry asks at each scrape."""
+    """The logger's series, which the registry collects at each scrape."""
 
     def __init__(self, logger: PrometheusStatLogger) -> None:
         self._logger = logger
