@@ -6,7 +6,7 @@ Implements `EngineClient` over a core client. The nursery of its tasks is held b
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
@@ -29,12 +29,11 @@ from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.control.utility_calls import UtilityCalls
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
 from trio_llm.frontend.core_client.link import OnlyEngineLink
-from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
+from trio_llm.frontend.library.library import LibraryCalls
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
-from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor, make_external_id
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.state import RequestState
@@ -58,7 +57,7 @@ logger = logging.getLogger(__name__)
 _LOG_INTERVAL_S: Final = 10.0
 
 
-class AsyncLLM(ControlCalls, EngineClient):
+class AsyncLLM(ControlCalls, LibraryCalls):
     """One engine in this process' care. Made by `open_llm()` only."""
 
     def __init__(
@@ -110,8 +109,6 @@ class AsyncLLM(ControlCalls, EngineClient):
         self._ready_message: Ready | None = None
         self._settled = trio.Event()
         """Ready or dead."""
-        self._nursery: trio.Nursery | None = None
-        """Of `open_llm`, once its tasks run."""
         self._idle_waiters = trio.lowlevel.ParkingLot()
         self._is_draining = False
         self._is_closed = False
@@ -153,18 +150,13 @@ class AsyncLLM(ControlCalls, EngineClient):
         priority: int = 0,
         cache_salt: str | None = None,
     ) -> GenerateStream:
-        wish = RequestSpec(
+        spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
         )
-        admit: Callable[[], Awaitable[InFlightRequest]]
-        if not isinstance(prompt, str | list) and isinstance(prompt, AsyncIterable):
-            admit = partial(self._admit_session, prompt, wish)
-        else:
-            admit = partial(self._entrance.admit, prompt, wish)
-        return GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit)
+        return self._entrance.open_stream(prompt, spec)
 
     async def encode(
         self,
@@ -175,28 +167,27 @@ class AsyncLLM(ControlCalls, EngineClient):
         priority: int = 0,
     ) -> PoolingOutput:
         chosen = params if params is not None else PoolingParams()
-        wish = RequestSpec(
+        spec = RequestSpec(
             external_id=make_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority
         )
-        admit = partial(self._entrance.admit, prompt, wish)
-        async with GenerateStream(wish.external_id, admit, self._live.leave, self._live.resubmit) as stream:
+        async with self._entrance.open_stream(prompt, spec) as stream:
             output = await anext(stream)
         return result_of(output, is_draining=self._is_draining)
-
-    async def _admit_session(self, inputs: AsyncIterable[StreamingInput], wish: RequestSpec) -> InFlightRequest:
-        assert self._nursery is not None
-        return await self._entrance.admit_session(inputs, wish, self._nursery)
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         return sum(self._live.abort(request_id) for request_id in ids)
 
     def check_admission(self) -> None:
+        self.check_accepting()
+        self._ledger.check()
+
+    def check_accepting(self) -> None:
+        """Raise what `check_admission` raises, whatever the load is."""
         if self._is_draining and self._life.dead_error is None:
             raise EngineUnavailableError("the server is shutting down and takes no new requests")
         self._check_ready()
         self._control.check_awake()
-        self._ledger.check()
 
     # ----------------------------------------------------------------------------------------- state
 
@@ -279,7 +270,7 @@ class AsyncLLM(ControlCalls, EngineClient):
     # ----------------------------------------------------------------------------------------- tasks
 
     async def _run(self, nursery: trio.Nursery) -> None:
-        self._nursery = nursery
+        self._entrance.nursery = nursery
         nursery.start_soon(self._core.run)
         nursery.start_soon(self._handler.run)
         nursery.start_soon(self._control.run)
