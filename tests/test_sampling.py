@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any
 
 import pytest
@@ -29,7 +30,7 @@ NOT_INTEGERS: list[Any] = ["1", True, 1.0, 1.5, [1], math.nan, HUGE, -HUGE]
 WRONG: list[tuple[str, Any]] = [
     *[("temperature", value) for value in [*NOT_NUMBERS, -0.1, 2.1, 2**70]],
     *[("top_p", value) for value in [*NOT_NUMBERS, 0, -0.1, 1.1]],
-    *[("top_k", value) for value in [*NOT_INTEGERS, None, -1, 2**63]],
+    *[("top_k", value) for value in [*NOT_INTEGERS, None, -2, 2**63]],
     *[("seed", value) for value in [*NOT_INTEGERS, 2**63, -(2**63) - 1, 18446744073709551616]],
     *[("max_tokens", value) for value in [*NOT_INTEGERS, 0, -1, 2**63]],
     *[("min_tokens", value) for value in [*NOT_INTEGERS, None, -1, 2**63]],
@@ -58,7 +59,7 @@ WRONG: list[tuple[str, Any]] = [
         for name in ("presence_penalty", "frequency_penalty")
         for value in [*NOT_NUMBERS, MAX_PENALTY + 0.1, -MAX_PENALTY - 0.1]
     ],
-    *[("repetition_penalty", value) for value in [*NOT_NUMBERS, 0, -1, MAX_REPETITION_PENALTY + 0.1]],
+    *[("repetition_penalty", value) for value in [*NOT_NUMBERS, 0, -1, -sys.float_info.max]],
     *[
         ("logit_bias", value)
         for value in [
@@ -117,6 +118,8 @@ def test_a_wrong_value_is_refused_and_its_field_named(field: str, value: Any) ->
         ("temperature", 2),
         ("top_p", 1),
         ("top_k", 0),
+        ("top_k", -1),
+        ("top_k", 2**63 - 1),
         ("seed", 2**63 - 1),
         ("seed", -(2**63)),
         ("stop", ["a"] * MAX_STOP_STRINGS),
@@ -132,7 +135,9 @@ def test_a_wrong_value_is_refused_and_its_field_named(field: str, value: Any) ->
         ("min_p", 1),
         ("presence_penalty", MAX_PENALTY),
         ("frequency_penalty", -MAX_PENALTY),
-        ("repetition_penalty", MAX_REPETITION_PENALTY),
+        ("repetition_penalty", 100),
+        ("repetition_penalty", sys.float_info.max),
+        ("repetition_penalty", sys.float_info.min),
         ("logit_bias", {2**31 - 1: MAX_LOGIT_BIAS, 0: -MAX_LOGIT_BIAS}),
         ("logit_bias", dict.fromkeys(range(MAX_LOGIT_BIAS_TOKENS), 1)),
     ],
@@ -167,6 +172,21 @@ def test_one_stop_string_may_stand_alone() -> None:
 
 def test_a_tiny_repetition_penalty_counts_as_the_least() -> None:
     assert SamplingParams(repetition_penalty=1e-9).repetition_penalty == MIN_REPETITION_PENALTY
+
+
+def test_a_huge_repetition_penalty_counts_as_the_largest_and_100_as_itself() -> None:
+    assert SamplingParams(repetition_penalty=1e300).repetition_penalty == MAX_REPETITION_PENALTY
+    assert SamplingParams(repetition_penalty=100).repetition_penalty == 100
+
+
+@pytest.mark.parametrize("penalty", [0, -1, math.nan, math.inf])
+def test_a_refused_repetition_penalty_is_outside_of_the_range_that_the_message_states(penalty: float) -> None:
+    with pytest.raises(InvalidRequestError, match="must be a finite number above 0, not"):
+        SamplingParams(repetition_penalty=penalty)
+
+
+def test_top_k_minus_1_is_no_limit() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0) == SamplingParams()
 
 
 def test_a_bias_that_its_maker_changes_later_is_the_old_one() -> None:

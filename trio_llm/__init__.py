@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from trio_llm.frontend.async_llm import AsyncLLM
     from trio_llm.frontend.engine_client import EngineClient
-    from trio_llm.frontend.http.server.server import serve
+    from trio_llm.frontend.http.serve import serve
     from trio_llm.frontend.kv_events import KVEventBatch
     from trio_llm.frontend.open_llm import open_llm
     from trio_llm.frontend.requests.sessions import StreamingInput
@@ -79,7 +79,7 @@ _HOMES: Final = {
     "StreamingInput": "trio_llm.frontend.requests.sessions",
     "TrioLLMError": "trio_llm.errors",
     "open_llm": "trio_llm.frontend.open_llm",
-    "serve": "trio_llm.frontend.http.server.server",
+    "serve": "trio_llm.frontend.http.serve",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
 """The exception tree: what went wrong, whose fault it is, its HTTP status, and whether a retry can help.
 
-Pure. Raised everywhere; `frontend/http/errors.py` is the one place that turns them into replies.
+Pure. Raised everywhere; `frontend/http/server/errors.py` is the one place that turns them into replies.
 
     TrioLLMError
     ├── ConfigError                 the operator's: a flag or a field of a config is wrong
@@ -9,22 +9,22 @@ Pure. Raised everywhere; `frontend/http/errors.py` is the one place that turns t
     │   ├── PromptTooLongError 400
     │   ├── ModelNotFoundError 404
     │   └── BodyTooLargeError  413
-    ├── NotSupportedError     501   nobody's: this model or this build cannot do that
+    ├── NotSupportedError     501   the server's: this model or this build cannot do that
     ├── KVEventsLostError           a subscriber's: it read too slowly
     └── EngineError
-        ├── EngineGenerateError 500 one request's: its neighbours go on
+        ├── EngineGenerateError 500 one request failed: its neighbours go on
         ├── EngineUnavailableError 503 loading, draining or asleep: a retry can help
-        ├── OverloadedError     429 as much waits as may: a retry can help
-        │   ├── QueueFullError     429 so many requests (--max-num-queued-reqs)
-        │   └── QueuedTokensError  429 so many prompt tokens (--max-num-queued-tokens)
+        ├── OverloadedError     429 a limit of the load is reached: a retry can help
+        │   ├── QueueFullError     429 the limit of requests (--max-num-queued-reqs)
+        │   └── QueuedTokensError  429 the limit of prompt tokens (--max-num-queued-tokens)
         ├── RequestTimeoutError 504 the time that the caller gave the request is over
-        └── EngineDeadError   503   everyone's: the engine is gone
+        └── EngineDeadError   503   the engine is gone: a retry can help once the server was started again
             └── EngineStartupError  the engine never became ready
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 __all__ = [
     "BodyTooLargeError",
@@ -45,6 +45,7 @@ __all__ = [
     "QueuedTokensError",
     "RequestTimeoutError",
     "TrioLLMError",
+    "fresh",
 ]
 
 
@@ -129,8 +130,8 @@ class NotSupportedError(TrioLLMError):
 
 
 class KVEventsLostError(TrioLLMError):
-    """A subscriber of KV events read too slowly: all that came before this was handed over, and what comes after is
-    lost to it. Others are not concerned."""
+    """A subscriber of KV events read too slowly. It got all events before this error, and gets none after it. Other
+    subscribers go on."""
 
 
 class EngineError(TrioLLMError):
@@ -153,9 +154,9 @@ class EngineUnavailableError(EngineError):
 
 
 class OverloadedError(EngineError):
-    """Refused at once, so that nothing waits without end: the limits of this server are reached.
+    """A limit of this server is reached, and the request was refused at once.
 
-    429 and not 503, on which load balancers take a server for broken.
+    The status is 429 and not 503, because load balancers take a server that answers 503 for broken.
     """
 
     status = 429
@@ -170,28 +171,48 @@ class OverloadedError(EngineError):
 
 
 class QueueFullError(OverloadedError):
-    """As many requests as may be are unfinished."""
+    """The limit of unfinished requests is reached."""
 
     reason = "max_num_queued_reqs"
 
 
 class QueuedTokensError(OverloadedError):
-    """As many prompt tokens as may be wait for their request's first token."""
+    """The limit of prompt tokens of requests without a first token is reached."""
 
     reason = "max_num_queued_tokens"
 
 
 class RequestTimeoutError(EngineError):
-    """The time that the caller gave this request is over. What was not streamed by then is lost."""
+    """The time that the caller gave this request is over. Output that was not streamed by then is lost."""
 
     status = 504
 
 
 class EngineDeadError(EngineError):
-    """The engine process is gone. The message holds the root cause as far as it is known."""
+    """The engine process is gone for good. The message holds the root cause as far as it is known.
+
+    This engine answers no more. A retry can help a client over HTTP, once the server was started again.
+    """
 
     status = 503
+    can_retry = True
+    retry_after_s = 10.0
 
 
 class EngineStartupError(EngineDeadError):
     """The engine ended before it was ready. The message is the one line an operator needs."""
+
+
+_ErrorT = TypeVar("_ErrorT", bound=TrioLLMError)
+
+
+def fresh(error: _ErrorT) -> _ErrorT:
+    """A copy of `error` with its cause and without its traceback, to be raised in another task.
+
+    Each raise of one exception object adds to the traceback of that object, so an error for several tasks needs a copy
+    for each of them.
+    """
+    copy = type(error).__new__(type(error), *error.args)  # without __init__, whose parameters are the class's own
+    copy.__dict__.update(error.__dict__)
+    copy.__cause__, copy.__suppress_context__ = error.__cause__, error.__suppress_context__
+    return copy

@@ -6,6 +6,7 @@ Pure. Made by callers and routes, checked on construction, sent to the engine as
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -41,9 +42,9 @@ MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_PENALTY = 2
 """Of presence and frequency, either way."""
-MAX_REPETITION_PENALTY = 2
 MIN_REPETITION_PENALTY = 0.01
-"""Positive ones below this count as this: dividing scores by less overflows."""
+MAX_REPETITION_PENALTY = 10_000
+"""Values outside these two count as the nearer one: further out, scores would overflow."""
 MAX_LOGIT_BIAS = 100
 """Either way."""
 MAX_LOGIT_BIAS_TOKENS = 1024
@@ -76,7 +77,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     top_p: float = 1.0
     """Sample from the smallest set of tokens with at least this probability, in (0, 1]."""
     top_k: int = 0
-    """Sample from this many of the likeliest tokens; 0: no limit."""
+    """Sample from this many of the likeliest tokens; 0 or -1: no limit, kept as 0."""
     seed: int | None = None
     """int64. Same seed and same parameters give the same tokens; None: a fresh one for each request."""
     max_tokens: int | None = None
@@ -119,7 +120,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     """Taken off the scores of tokens once for each time they were generated; -2 to 2. Counts as the one above."""
     repetition_penalty: float = 1.0
     """Scores of tokens that stand in prompt or answer are divided by this if they are positive and else multiplied;
-    above 0, up to 2, 1: none. Applied before the other two."""
+    any finite number above 0, 1: no penalty. Applied before the other two."""
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     """Added to the scores of these tokens: -100 to 100 for each of up to 1024 token ids. Not to be changed after."""
 
@@ -131,7 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
         _check_number("top_p", self.top_p, 0, 1)
         if self.top_p == 0:
             raise InvalidRequestError("top_p must be in (0, 1], not 0", "top_p")
-        _check_integer("top_k", self.top_k, 0, _INT64 - 1)
+        _check_integer("top_k", self.top_k, -1, _INT64 - 1)
+        set_field(self, "top_k", max(self.top_k, 0))
         if self.seed is not None:
             _check_integer("seed", self.seed, -_INT64, _INT64 - 1)
         if self.max_tokens is not None:
@@ -229,11 +231,12 @@ def _check_allowed(ids: Any) -> tuple[int, ...]:
 
 
 def _check_repetition(penalty: Any) -> float:
-    name = "repetition_penalty"
-    _check_number(name, penalty, 0, MAX_REPETITION_PENALTY)
-    if penalty == 0:
-        raise InvalidRequestError(f"{name} must be in (0, {MAX_REPETITION_PENALTY}], not 0", name)
-    return max(float(penalty), MIN_REPETITION_PENALTY)
+    # Compared with the largest float, since an integer beyond it cannot be converted. NaN fails the comparison.
+    is_number = isinstance(penalty, int | float) and not isinstance(penalty, bool)
+    if not is_number or not 0 < penalty <= sys.float_info.max:
+        name = "repetition_penalty"
+        raise InvalidRequestError(f"{name} must be a finite number above 0, not {quote(penalty)}", name)
+    return min(max(float(penalty), MIN_REPETITION_PENALTY), MAX_REPETITION_PENALTY)
 
 
 def _check_logit_bias(bias: Any) -> dict[int, float]:

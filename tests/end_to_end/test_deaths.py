@@ -39,7 +39,7 @@ from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.core_client.one_engine import OneEngineClient
 from trio_llm.frontend.core_client.restart_policy import RestartPolicy
 from trio_llm.frontend.core_client.restarting import RestartingClient
-from trio_llm.frontend.http.server.server import serve
+from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.open_llm import open_llm_over
 from trio_llm.testing.answers import MODEL_DIR
 from trio_llm.testing.in_memory import InMemoryCoreClient

@@ -18,7 +18,8 @@ import trio.testing
 
 from tests.support.fake_client import FakeClient
 from trio_llm.config import ServerConfig
-from trio_llm.frontend.http.server.server import open_listeners, serve
+from trio_llm.frontend.http.serve import serve
+from trio_llm.frontend.http.server.listeners import open_listeners
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 
 BOUND_S = 10

@@ -20,7 +20,9 @@ from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.http.model_names import model_names
-from trio_llm.frontend.http.server.server import Listeners, hard_exit_after, open_listeners, serve, stop_on_signals
+from trio_llm.frontend.http.serve import serve
+from trio_llm.frontend.http.server.listeners import Listeners, open_listeners
+from trio_llm.frontend.http.server.signals import hard_exit_after, stop_on_signals
 from trio_llm.frontend.open_llm import open_llm
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger

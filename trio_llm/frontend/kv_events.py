@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import trio
 
-from trio_llm.errors import EngineDeadError, KVEventsLostError
+from trio_llm.errors import EngineDeadError, KVEventsLostError, fresh
 from trio_llm.wire.messages import AllBlocksCleared, EngineCoreOutputs, KVEvent
 
 __all__ = ["KVEventBatch", "KVEventBatches", "KVEventHub"]
@@ -53,8 +53,7 @@ class KVEventBatches:
             return await self._receive.receive()
         except trio.EndOfChannel:
             assert self._error is not None
-            # Several tasks may get it, and each adds its own traceback.
-            raise type(self._error)(*self._error.args) from None
+            raise fresh(self._error) from None
 
     def _put(self, batch: KVEventBatch) -> bool:
         """False: there was no room for it, and the subscription is over."""
@@ -104,7 +103,7 @@ class KVEventHub:
     async def _subscribed(self, max_unread: int) -> AsyncIterator[KVEventBatches]:
         await trio.lowlevel.checkpoint()
         if self._dead_error is not None:
-            raise type(self._dead_error)(*self._dead_error.args)
+            raise fresh(self._dead_error)
         batches = KVEventBatches(max_unread)
         self._subscribers.append(batches)
         try:

@@ -11,7 +11,7 @@ import trio
 from trio_llm.config import ServerConfig
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.exception_groups import unwrap_single
-from trio_llm.frontend.http.server.server import serve
+from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 
 __all__ = ["open_test_server"]

@@ -41,4 +41,4 @@ def test_the_replay_brings_a_fresh_engine_to_the_state_of_the_old_one(tmp_path: 
 
     assert fresh.ask("control_state") == old.ask("control_state")
     assert state.is_asleep == (state.sleep_level > 0)
-    assert state.is_held or fresh.core._utilities.state.may_step
+    assert state.is_held or fresh.core._control_calls.state.may_step

@@ -43,7 +43,7 @@ SHARED: dict[str, list[Any]] = {
     "stream_options": [1, "", True, [1]],
     "temperature": [-1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "top_p": [-1, 0, 1.1, HUGE, *NOT_NUMBERS],
-    "top_k": [-1, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "top_k": [-2, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "seed": [2**63, -(2**63) - 1, HUGE, MANY_DIGITS, 1.5, *NOT_NUMBERS],
     "max_tokens": [-1, 0, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "min_tokens": [-1, 1.5, HUGE, *NOT_NUMBERS],
@@ -58,7 +58,7 @@ SHARED: dict[str, list[Any]] = {
     "best_of": [2, True],
     "presence_penalty": [-2.1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "frequency_penalty": [-2.1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
-    "repetition_penalty": [0, -1, 2.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "repetition_penalty": [0, -1, -0.1, -HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "min_p": [-0.1, 1.1, HUGE, MANY_DIGITS, *NOT_NUMBERS],
     "logit_bias": [
         [],

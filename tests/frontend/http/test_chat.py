@@ -18,6 +18,7 @@ from trio_llm.errors import (
     InvalidRequestError,
     PromptTooLongError,
 )
+from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 
 MODEL = "SmolLM2-135M-Instruct"
@@ -439,6 +440,16 @@ async def test_a_retry_that_makes_sense_is_asked_for_and_others_are_forbidden() 
     assert later.headers["retry-after"] == "3"
     assert "x-should-retry" not in later.headers
     assert never.headers["x-should-retry"] == "false"
+
+
+async def test_after_the_engine_s_death_a_client_is_asked_to_come_back_later() -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state="dead", reason="CUDA error")
+    reply = await chat(client)
+
+    assert reply.status == 503
+    assert int(reply.headers["retry-after"]) > 0
+    assert "x-should-retry" not in reply.headers
 
 
 async def test_an_error_amid_a_stream_is_an_event_and_the_only_ending() -> None:

@@ -13,7 +13,7 @@ import pytest
 import trio
 
 from trio_llm.config import ServerConfig
-from trio_llm.frontend.http.server.server import serve
+from trio_llm.frontend.http.serve import serve
 from trio_llm.testing import FakeLLM, open_fake_llm
 
 BOUND_S = 20

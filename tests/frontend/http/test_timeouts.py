@@ -16,7 +16,7 @@ from tests.support.http_server import open_server
 from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError, OverloadedError, QueuedTokensError, QueueFullError
 from trio_llm.frontend.http.server.shell import Message
-from trio_llm.frontend.http.timeouts import NO_TIMEOUT, RequestTimeout, timeout_of
+from trio_llm.frontend.http.server.timeouts import NO_TIMEOUT, RequestTimeout, timeout_of
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest, ToEngine
 

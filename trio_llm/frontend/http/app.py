@@ -18,8 +18,8 @@ from trio_llm.config import ServerConfig
 from trio_llm.errors import EngineDeadError, EngineUnavailableError
 from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.errors import MethodNotAllowedError
-from trio_llm.frontend.http.generation import RunningRequests
+from trio_llm.frontend.http.answers.generation import RunningRequests
+from trio_llm.frontend.http.server.errors import MethodNotAllowedError
 from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send, Shell
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.version import __version__

@@ -15,11 +15,11 @@ import trio
 from starlette.responses import Response
 
 from trio_llm.errors import TrioLLMError
-from trio_llm.frontend.http.assembly import Event, Usage
-from trio_llm.frontend.http.errors import reply_for
-from trio_llm.frontend.http.generation import Generation, IndexedOutput
+from trio_llm.frontend.http.answers.assembly import Event, Usage
+from trio_llm.frontend.http.answers.generation import Generation, IndexedOutput
+from trio_llm.frontend.http.server.errors import reply_for
 from trio_llm.frontend.http.server.shell import Receive, Scope, Send, cause_of
-from trio_llm.frontend.http.sse import DONE_EVENT, EVENT_STREAM_HEADERS, KEEP_ALIVE, error_event
+from trio_llm.frontend.http.server.sse import DONE_EVENT, EVENT_STREAM_HEADERS, KEEP_ALIVE, error_event
 
 __all__ = ["FIRST_OUTPUT_S", "EventRenderer", "EventStreamResponse"]
 

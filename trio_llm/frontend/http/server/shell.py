@@ -22,8 +22,8 @@ import trio
 
 from trio_llm.config import ServerConfig
 from trio_llm.errors import BodyTooLargeError, TrioLLMError
-from trio_llm.frontend.http.errors import BodyTimeoutError, HttpVersionError, only_error, reply_for
-from trio_llm.frontend.http.sse import DONE_EVENT, error_event
+from trio_llm.frontend.http.server.errors import BodyTimeoutError, HttpVersionError, only_error, reply_for
+from trio_llm.frontend.http.server.sse import DONE_EVENT, error_event
 
 __all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "cause_of", "client_request_id", "content_length"]
 

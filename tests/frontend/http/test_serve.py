@@ -18,8 +18,10 @@ from tests.support.http_server import BOUND_S, CHAT, Connection, open_server
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ConfigError
 from trio_llm.frontend.control.status import EngineStatus
-from trio_llm.frontend.http.server import server as server_module
-from trio_llm.frontend.http.server.server import open_listeners, serve, stop_on_signals
+from trio_llm.frontend.http import serve as serve_module
+from trio_llm.frontend.http.serve import serve
+from trio_llm.frontend.http.server.listeners import open_listeners
+from trio_llm.frontend.http.server.signals import stop_on_signals
 
 CHAT_PATH = "/v1/chat/completions"
 
@@ -131,6 +133,55 @@ async def test_a_running_stream_is_finished_while_new_work_is_refused() -> None:
     assert b'"finish_reason":"stop"' in body
 
 
+async def test_idle_connections_are_closed_as_soon_as_the_drain_begins() -> None:
+    go_on = trio.Event()
+    client = FakeClient("a", go_on, End("b"))
+    async with (
+        open_server(client, drain_timeout_s=BOUND_S) as server,
+        server.connect() as busy,
+        server.connect() as kept_alive,
+        server.connect() as unused,
+    ):
+        await busy.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await busy.next_event()).status_code == 200
+        await kept_alive.request("GET", "/version")
+        assert "connection" not in (await kept_alive.reply()).headers
+        server.stop.set()
+
+        await kept_alive.wait_closed()
+        await unused.wait_closed()
+        assert client.running, "the drain is over before the idle connections were closed"
+        go_on.set()
+        assert (await rest_of(busy)).endswith(b"data: [DONE]\n\n")
+        await busy.wait_closed()
+
+
+async def test_a_request_that_arrives_with_the_stop_is_answered_and_its_connection_closed() -> None:
+    go_on = trio.Event()
+    async with (
+        open_server(FakeClient("a", go_on, End("b")), drain_timeout_s=BOUND_S) as server,
+        server.connect() as busy,
+        server.connect() as kept_alive,
+    ):
+        await busy.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await busy.next_event()).status_code == 200
+        await kept_alive.request("GET", "/version")
+        await kept_alive.reply()
+        await trio.testing.wait_all_tasks_blocked()
+        # Both are there before any task of the server runs again.
+        os.write(kept_alive.stream.socket.fileno(), b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        server.stop.set()
+
+        seen = b""
+        with trio.fail_after(BOUND_S):
+            while part := await kept_alive.stream.receive_some():
+                seen += part
+        go_on.set()
+
+    assert seen.startswith(b"HTTP/1.1 503 ")
+    assert b"connection: close" in seen.lower()
+
+
 @pytest.mark.parametrize("timeout_s", [0, 0.05])
 async def test_streams_that_outlast_the_drain_end_with_a_proper_last_event(timeout_s: float) -> None:
     client = FakeClient("a", HANG)
@@ -196,8 +247,8 @@ def is_window_closed(server_port: int, client_port: int) -> bool:
 
 @pytest.mark.parametrize("how", ["stop", "cancel"])
 async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "ENDING_S", 0.01)
-    monkeypatch.setattr(server_module, "CLOSING_S", 0.01)
+    monkeypatch.setattr(serve_module, "ENDING_S", 0.01)
+    monkeypatch.setattr(serve_module, "CLOSING_S", 0.01)
     client = FakeClient(*["word" * 10_000] * 1000, HANG)
     with trio.fail_after(BOUND_S):
         async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
@@ -246,7 +297,7 @@ async def test_a_hangup_that_is_ignored_stays_so() -> None:
 
 SECOND_SIGNAL = """
 import os, signal, sys, trio, trio.testing
-from trio_llm.frontend.http.server.server import stop_on_signals
+from trio_llm.frontend.http.server.signals import stop_on_signals
 
 async def main():
     stop = trio.Event()
@@ -264,7 +315,7 @@ trio.run(main)
 """
 
 HARD_EXIT = """
-from trio_llm.frontend.http.server.server import hard_exit_after
+from trio_llm.frontend.http.server.signals import hard_exit_after
 
 hard_exit_after(0.01)
 while True:
@@ -274,7 +325,7 @@ while True:
 
 LOADED = """
 import sys
-import trio_llm.frontend.http.server.server
+import trio_llm.frontend.http.serve
 
 print(*sorted({name.partition(".")[0] for name in sys.modules} & {"starlette", "pydantic", "fastapi", "torch"}))
 """

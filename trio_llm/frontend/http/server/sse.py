@@ -5,7 +5,7 @@ Pure. Used by the protocols, event streams and the shell.
 
 from __future__ import annotations
 
-from trio_llm.frontend.http.errors import ErrorReply
+from trio_llm.frontend.http.server.errors import ErrorReply
 
 __all__ = ["DONE_EVENT", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "error_event", "event"]
 

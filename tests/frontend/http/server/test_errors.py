@@ -8,7 +8,7 @@ import pytest
 
 from trio_llm import errors
 from trio_llm.errors import EngineError, InvalidRequestError, NotSupportedError, TrioLLMError
-from trio_llm.frontend.http.errors import MAX_MESSAGE_CHARS, only_error, reply_for
+from trio_llm.frontend.http.server.errors import MAX_MESSAGE_CHARS, only_error, reply_for
 from trio_llm.quoting import MAX_QUOTED_CHARS, quote
 
 SERVER_ERRORS = [
