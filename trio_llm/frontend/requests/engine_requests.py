@@ -149,7 +149,6 @@ class EngineRequests:
         for request in requests:
             if request.state.status is RequestStatus.SENT:
                 request.state.move(RequestStatus.UNSENT)
-        self.recorder.engine_gone()
         return None if suspect is None else self._in_flight[suspect.request_id]
 
     def on_ready(self) -> None:
