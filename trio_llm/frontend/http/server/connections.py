@@ -189,6 +189,7 @@ class _Connection:
             await self._read()
             inner.close()
             await self._protocol.handle(Closed())
+        del self._protocol  # it refers to this connection, and h11 to what it has read
 
     def close_if_idle(self) -> None:
         """Close the connection, unless it has a request or one has just arrived."""
