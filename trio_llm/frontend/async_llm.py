@@ -220,7 +220,10 @@ class AsyncLLM(ControlCalls, EngineClient):
         self._check_ready()
 
     async def wait_dead(self) -> EngineDeadError:
-        return [await engine.monitor.wait_dead() for engine in self._engines][0]
+        for engine in self._engines:
+            await engine.monitor.wait_dead()
+        assert self.dead_error is not None
+        return self.dead_error
 
     async def check_health(self) -> None:
         await trio.lowlevel.checkpoint()

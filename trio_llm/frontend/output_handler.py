@@ -90,11 +90,11 @@ class OutputHandler:
         now_s = trio.current_time()
         num_rows = self._slice_rows
         for row in rows:
+            num_rows += 1
             request = in_flight.get(row.request_id)
             if request is None:
-                continue  # harmless: an abort and the end may cross
-            output = process_delta(request.state, row)
-            if output is not None:
+                pass  # harmless: an abort and the end may cross
+            elif (output := process_delta(request.state, row)) is not None:
                 clock = request.clock
                 latencies_s.append(now_s - clock.last_token_s)
                 clock.last_token_s = now_s
@@ -102,7 +102,6 @@ class OutputHandler:
                 unread_bytes = request.collector.put(output)
                 if unread_bytes > _MAX_UNREAD_BYTES:
                     self._check_unread(request, unread_bytes)
-                num_rows += 1
             else:
                 try:
                     processed = processor.process(request.state, row)
@@ -111,8 +110,8 @@ class OutputHandler:
                     break
                 if processed is not None:
                     self._deliver(request, processed, now_s)
-                # To name the alternatives of a prompt token is work like that of a row.
-                num_rows += 1 if row.prompt_logprobs is None else len(row.prompt_logprobs)
+                if row.prompt_logprobs is not None:
+                    num_rows += len(row.prompt_logprobs)  # to name a token's alternatives is work like that of a row
             if num_rows >= _SLICE_ROWS:
                 num_rows = 0
                 await trio.lowlevel.checkpoint()

@@ -1,8 +1,8 @@
 """Engine: one engine as the front end sees it, from its first start to the death of its last incarnation.
 
 It owns what belongs to a single engine: the check of its messages' sequence and credit, the monitor, readiness, utility
-calls and the control state. Listeners learn of its life. Made by `AsyncLLM`, one per engine index; the output handler of
-that engine feeds it.
+calls and the control state. Listeners learn of its life. Made by `AsyncLLM`, one per engine index, and fed by the
+output handler of that engine.
 """
 
 from __future__ import annotations
