@@ -18,7 +18,7 @@ from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
 from trio_llm.frontend.http.model_names import model_names
-from trio_llm.frontend.http.openai.fields import ModelRequest, RequestBody, parse_body
+from trio_llm.frontend.http.openai.body import ModelRequest, RequestBody, parse_body
 from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.server.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
 from trio_llm.frontend.requests.input_processor import check_task

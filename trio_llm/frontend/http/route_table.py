@@ -17,9 +17,9 @@ from trio_llm.frontend.http import control_routes as control
 from trio_llm.frontend.http import generating_routes as generating
 from trio_llm.frontend.http import model_routes as models
 from trio_llm.frontend.http import pooling_routes as pooling
+from trio_llm.frontend.http.openai.body import ModelRequest
 from trio_llm.frontend.http.openai.chat import ChatRequest
 from trio_llm.frontend.http.openai.completions import CompletionRequest
-from trio_llm.frontend.http.openai.fields import ModelRequest
 from trio_llm.frontend.http.openai.pooling import EmbeddingRequest, PoolingRequest, ScoreRequest
 from trio_llm.frontend.http.request_reader import ApiContext, Call
 

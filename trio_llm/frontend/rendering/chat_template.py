@@ -23,11 +23,11 @@ from trio_llm.errors import EngineStartupError, InvalidRequestError
 from trio_llm.frontend.rendering.messages import plain_messages
 from trio_llm.sampling import is_valid_text
 
-__all__ = ["MAX_RENDERED_CHARS", "ChatTemplate"]
+__all__ = ["MAX_RENDERED_CHARS", "RESERVED_KWARGS", "ChatTemplate"]
 
 MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024
 
-_RESERVED: Final = frozenset(
+RESERVED_KWARGS: Final = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
     | {"strftime_now", "continue_final_message", "tokenize"}
 )
@@ -159,7 +159,7 @@ class ChatTemplate:
 
     def _allowed(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name in template_kwargs:
-            if name in _RESERVED:
+            if name in RESERVED_KWARGS:
                 raise InvalidRequestError(f"chat_template_kwargs must not set {name}", f"chat_template_kwargs.{name}")
         return {name: value for name, value in template_kwargs.items() if name in self._variables}
 

@@ -6,14 +6,14 @@ Pure. Used by their routes. The first is OpenAI's, the others are in the form of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.fields import ModelRequest, Neutral, only
-from trio_llm.frontend.http.openai.prompts import prompt_schema
-from trio_llm.pooling import PoolingParams
+from trio_llm.frontend.http.openai.body import ModelRequest, Neutral, only
+from trio_llm.frontend.http.openai.schemas import NON_EMPTY, Schema, implies, one_or_many, prompt_schema
+from trio_llm.pooling import PoolingKind, PoolingParams, PoolingTask
 
 __all__ = [
     "MAX_INPUTS",
@@ -34,7 +34,7 @@ MAX_INPUTS: Final = 2048
 POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "dimensions": only(),
     "truncate_prompt_tokens": only(),
-    "messages": only(),
+    "messages": only([]),
     "embed_dtype": only("float32"),
     "endianness": only("native", "little"),
     "use_activation": only(True),
@@ -52,7 +52,7 @@ class VectorFields(ModelRequest):
 
     not_supported: ClassVar[Mapping[str, Neutral]] = POOLING_NOT_SUPPORTED
 
-    pooling: str | None = None
+    pooling: Annotated[str | None, WithJsonSchema({"enum": [*get_args(PoolingKind), None]})] = None
     add_special_tokens: bool | None = None
 
     @property
@@ -72,22 +72,19 @@ class EmbeddingRequest(VectorFields):
 class PoolingRequest(EmbeddingRequest):
     """Texts to embed or to classify."""
 
-    task: str | None = None
+    rules: ClassVar[tuple[Schema, ...]] = (
+        implies("task", {"const": "classify"}, "pooling", {"enum": ["last", None]}, is_needed=False),
+        implies("task", {"const": "classify"}, "normalize", {"enum": [True, None]}, is_needed=False),
+    )
 
-
-_TEXTS: Final = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
+    task: Annotated[str | None, WithJsonSchema({"enum": [*get_args(PoolingTask), None]})] = None
 
 
 class ScoreRequest(VectorFields):
     """Texts to compare: one with each of many, or pair by pair."""
 
-    text_1: Annotated[Any, WithJsonSchema(_TEXTS)]
-    text_2: Annotated[Any, WithJsonSchema(_TEXTS)]
+    text_1: Annotated[Any, WithJsonSchema(one_or_many(NON_EMPTY, MAX_INPUTS - 1))]
+    text_2: Annotated[Any, WithJsonSchema(one_or_many(NON_EMPTY, MAX_INPUTS - 1))]
 
 
 def embedding_params(request: EmbeddingRequest) -> PoolingParams:
@@ -104,7 +101,7 @@ def pooling_params(request: PoolingRequest, tasks: Collection[str]) -> PoolingPa
     Raises:
         InvalidRequestError: a value is wrong, or does not go with the task.
     """
-    task = request.task or ("classify" if "classify" in tasks else "embed")
+    task = ("classify" if "classify" in tasks else "embed") if request.task is None else request.task
     return _params(task=task, pooling=request.pooling, normalize=request.normalize)
 
 

@@ -1,0 +1,250 @@
+"""The OpenAPI document: its schemas of requests judge bodies as the server does."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Final
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tests.support.json_schema import find_problems, is_valid, keywords
+from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.http.json_body import parse_json_object
+from trio_llm.frontend.http.openai.body import parse_body
+from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params
+from trio_llm.frontend.http.openai.completions import CompletionRequest, completion_params
+from trio_llm.frontend.http.openai.pooling import (
+    EmbeddingRequest,
+    PoolingRequest,
+    ScoreRequest,
+    embedding_params,
+    pair_up,
+    pooling_params,
+    score_params,
+)
+from trio_llm.frontend.http.openai.prompts import parse_prompts
+from trio_llm.frontend.http.openapi import openapi_document
+from trio_llm.frontend.http.server.timeouts import timeout_of
+from trio_llm.frontend.rendering.chat_template import ChatTemplate
+
+DOCUMENT: Final = openapi_document("1")
+SCHEMAS: Final = DOCUMENT["components"]["schemas"]
+TEMPLATE: Final = ChatTemplate("{% for message in messages %}{{ message.content }}{% endfor %}")
+
+
+def read_chat(body: Mapping[str, Any]) -> None:
+    request = parse_body(ChatRequest, body)
+    chat_params(request, {})
+    TEMPLATE.render(
+        request.messages,
+        add_generation_prompt=request.adds_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        template_kwargs=request.chat_template_kwargs,
+    )
+
+
+def read_completion(body: Mapping[str, Any]) -> None:
+    request = parse_body(CompletionRequest, body)
+    completion_params(request, {})
+    parse_prompts(request.prompt, name="prompt", most=1024, max_model_len=10_000)
+
+
+def read_embedding(body: Mapping[str, Any]) -> None:
+    request = parse_body(EmbeddingRequest, body)
+    embedding_params(request)
+    parse_prompts(request.input, name="input", most=2048, max_model_len=10_000)
+
+
+def read_pooling(body: Mapping[str, Any]) -> None:
+    request = parse_body(PoolingRequest, body)
+    pooling_params(request, ("embed",))
+    parse_prompts(request.input, name="input", most=2048, max_model_len=10_000)
+
+
+def read_score(body: Mapping[str, Any]) -> None:
+    request = parse_body(ScoreRequest, body)
+    score_params(request)
+    pair_up(request)
+
+
+READERS: Final[dict[str, Any]] = {
+    "ChatRequest": read_chat,
+    "CompletionRequest": read_completion,
+    "EmbeddingRequest": read_embedding,
+    "PoolingRequest": read_pooling,
+    "ScoreRequest": read_score,
+}
+GOOD: Final[dict[str, dict[str, Any]]] = {
+    "ChatRequest": {"messages": [{"role": "user", "content": "Hi"}]},
+    "CompletionRequest": {"prompt": "Hi"},
+    "EmbeddingRequest": {"input": "Hi"},
+    "PoolingRequest": {"input": "Hi"},
+    "ScoreRequest": {"text_1": "Hi", "text_2": "Ho"},
+}
+FIELDS: Final = sorted({(name, field) for name in READERS for field in SCHEMAS[name]["properties"]})
+
+
+def is_read(name: str, body: Mapping[str, Any]) -> bool:
+    try:
+        fields = parse_json_object(json.dumps(body).encode(), None)
+        READERS[name](fields)
+        timeout_of(None, fields.get("timeout"), 0)
+    except InvalidRequestError:
+        return False
+    return True
+
+
+def check(name: str, body: dict[str, Any]) -> None:
+    """The schema and the server say the same of this body."""
+    problems = list(find_problems(body, SCHEMAS[name], SCHEMAS))
+
+    assert (not problems) == is_read(name, body), (name, body, problems)
+
+
+def with_field(name: str, field: str, value: Any) -> dict[str, Any]:
+    body = {**GOOD[name], field: value}
+    if field == "text_1":
+        body["text_2"] = value  # lists of the same length: no schema can ask for that
+    return body
+
+
+# --------------------------------------------------------------------------- values that are worth trying
+
+MESSAGES: Final[list[Any]] = [
+    [],
+    [{}],
+    ["Hi"],
+    [None],
+    [{"role": "user"}],
+    [{"role": "nobody", "content": "x"}],
+    [{"role": "assistant"}],
+    [{"role": "assistant", "content": None}],
+    [{"role": "user", "content": None}],
+    [{"role": "user", "content": []}],
+    [{"role": "user", "content": ["a", {"type": "text", "text": "b"}]}],
+    [{"role": "user", "content": [{"type": "text"}]}],
+    [{"role": "user", "content": [{"type": "image_url", "text": "b"}]}],
+    [{"role": "user", "content": "x", "name": 1}],
+    [{"role": "user", "content": "x", "name": None, "tool_call_id": "t"}],
+    [{"role": "assistant", "content": "x", "tool_calls": []}],
+    [{"role": "assistant", "content": "x", "tool_calls": [{}]}],
+    [{"role": "assistant", "content": "x", "function_call": {}, "audio": 0}],
+    [{"role": "user", "content": "x", "unknown": [1]}],
+]
+VALUES: Final[list[Any]] = [
+    *(None, True, False, 0, 0.0, 1, 1.0, 1.5, -1, -1.0, 2, 2.0, 3, 16, 20, 20.0, 21, 128, 129, 0.5, -2, -2.5, 1e300),
+    *(86400, 86401, 2**31 - 1, 2**31, 2**63 - 1, 2**63, -(2**63), -(2**63) - 1, 2**70),
+    *("", "a", "1", "a b", "a\n", "a" * 128, "a" * 129, "x" * 256, "x" * 257, "x" * 1024, "x" * 1025, "é"),
+    *("none", "auto", "last", "mean", "embed", "classify", "float", "base64", "float32", "little", "native"),
+    *([], [""], ["a"], [1], [1.0], [1.5], [-1], [True], [None], [[]], [[1]], [[1.0]], [["a"]], ["a", 1], ["a", [1]]),
+    *([2**31 - 1], [2**31], ["a", ""], ["x" * 256], ["x" * 257], ["x" * 1025], ["a"] * 17, [1] * 129, [1] * 1025),
+    *({}, {"1": 1}, {"1": 101}, {"1": None}, {"01": 1}, {"a": 1}, {"a": None}, {"messages": 1}, {"type": "text"}),
+    *({"include_usage": True}, {"include_usage": None}, {"include_usage": 1}, {"other": 1}, {"type": "json_object"}),
+    *MESSAGES,
+]
+
+
+@pytest.mark.parametrize(("name", "field"), FIELDS)
+def test_a_schema_takes_of_each_field_what_the_server_takes(name: str, field: str) -> None:
+    for value in VALUES:
+        check(name, with_field(name, field, value))
+
+
+PAIRS: Final[list[tuple[str, dict[str, Any]]]] = [
+    *[
+        ("ChatRequest", {"stream": stream, "stream_options": options})
+        for stream in (None, False, True)
+        for options in (None, {}, {"include_usage": True})
+    ],
+    *[
+        (name, {"stream": stream, "prompt_logprobs": number})
+        for name in ("ChatRequest", "CompletionRequest")
+        for stream in (None, False, True)
+        for number in (None, 0, 3)
+    ],
+    *[
+        ("ChatRequest", {"logprobs": logprobs, "top_logprobs": top})
+        for logprobs in (None, False, True)
+        for top in (None, 0, 0.0, 3)
+    ],
+    *[
+        ("ChatRequest", {"continue_final_message": continues, "add_generation_prompt": adds})
+        for continues in (None, False, True)
+        for adds in (None, False, True)
+    ],
+    *[("ChatRequest", {"max_tokens": old, "max_completion_tokens": 3}) for old in (None, -1, 0, 2.0, 2**63)],
+    *[
+        ("CompletionRequest", {"echo": echo, "max_tokens": limit})
+        for echo in (None, False, True)
+        for limit in (None, 0, 0.0, 1)
+    ],
+    *[
+        ("CompletionRequest", {"echo": True, "logprobs": logprobs, "prompt_logprobs": number})
+        for logprobs in (None, -1, 2, 21)
+        for number in (None, -1, 1, 21)
+    ],
+    *[
+        ("PoolingRequest", {"task": task, "pooling": pooling, "normalize": normalize})
+        for task in (None, "embed", "classify")
+        for pooling in (None, "last", "mean")
+        for normalize in (None, True, False)
+    ],
+]
+
+
+@pytest.mark.parametrize(("name", "fields"), PAIRS, ids=str)
+def test_a_schema_says_which_fields_go_together(name: str, fields: dict[str, Any]) -> None:
+    check(name, {**GOOD[name], **fields})
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_a_schema_names_what_must_be_there(name: str) -> None:
+    check(name, GOOD[name])
+    for field in GOOD[name]:
+        check(name, {other: value for other, value in GOOD[name].items() if other != field})
+
+
+SCALARS = st.none() | st.booleans() | st.integers(-(2**64), 2**64) | st.floats(allow_nan=False, allow_infinity=False)
+TEXTS = st.text(st.characters(codec="utf-8"), max_size=4)
+TREES = st.recursive(
+    SCALARS | TEXTS,
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["role", "content", "type", "text", "1", "a"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=400, deadline=None)
+@given(place=st.sampled_from(FIELDS), value=TREES)
+@example(place=("ChatRequest", "messages"), value=[{}])
+@example(place=("EmbeddingRequest", "input"), value=[""])
+def test_whatever_a_field_holds_the_schema_and_the_server_agree(place: tuple[str, str], value: Any) -> None:
+    name, field = place
+    check(name, with_field(name, field, value))
+
+
+# ------------------------------------------------------------------------------------------ the document
+
+
+def test_every_pattern_of_the_document_is_one_of_ecma_262() -> None:
+    patterns = [value for name, value in keywords(DOCUMENT) if name == "pattern" and isinstance(value, str)]
+    # There \A and \z stand for letters, and (?P<n>...), (?i), (?>...), \Q and possessive quantifiers are errors.
+    foreign = re.compile(r"\\[AZzGQEhHRX]|\(\?[P#>(aiLmsux-]|[*+?}]\+|\[\[:|\\p\{(?!L|Lu|Ll|N)")
+
+    assert len(patterns) >= 6
+    assert [pattern for pattern in patterns if foreign.search(pattern)] == []
+    assert all(pattern.startswith("^") and pattern.endswith("$") for pattern in patterns)
+
+
+@pytest.mark.parametrize(("text", "is_an_id"), [("a.B-1_:/+=@", True), ("a" * 128, True), ("a" * 129, False)])
+@pytest.mark.parametrize("end", ["", "\n", " ", "é"])
+def test_the_pattern_of_request_ids_allows_what_a_header_can_hold(text: str, is_an_id: bool, end: str) -> None:
+    body = {**GOOD["ChatRequest"], "request_id": text + end}
+
+    assert is_valid(body, SCHEMAS["ChatRequest"], SCHEMAS) == (is_an_id and not end) == is_read("ChatRequest", body)
