@@ -55,7 +55,7 @@ class RequestTimeout:
     def error(self) -> RequestTimeoutError:
         """The error for a request whose time is over."""
         return RequestTimeoutError(
-            f"the request did not end within its timeout of {self.timeout_s:g} seconds; raise the timeout, or ask for less"
+            f"the request was not finished within {self.timeout_s:g} seconds, its timeout; raise it, or ask for less"
         )
 
 
