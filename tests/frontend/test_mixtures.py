@@ -17,12 +17,13 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.request_checks import open_checked_llm
 from trio_llm.errors import TrioLLMError
 from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.library.bulk import MapResults
 from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
-from trio_llm.testing import FakeLLM, open_fake_llm
+from trio_llm.testing import FakeLLM
 
 NUM_CLIENTS = 25
 NUM_FAULTS = 15
@@ -142,7 +143,7 @@ async def test_nothing_stays_of_any_mixture(
         "max_num_seqs": choose([1, 3, 64]),
         "num_gpu_blocks_override": choose([40, 200]),
     }
-    async with open_fake_llm(step_s=0.1, max_model_len=1000, **settings) as llm:
+    async with open_checked_llm(step_s=0.1, max_model_len=1000, **settings) as llm:
         num_tasks = trio.lowlevel.current_statistics().tasks_living
         mixture = Mixture(seed, llm)
 

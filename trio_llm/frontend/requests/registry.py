@@ -15,15 +15,14 @@ import msgspec
 import trio
 
 from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError, fresh
-from trio_llm.frontend.control.engine import Engine
 from trio_llm.frontend.requests.admission import AdmissionLedger
-from trio_llm.frontend.requests.collector import RepeatingCollector, RequestOutputCollector
+from trio_llm.frontend.requests.collector import RequestOutputCollector
 from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests
-from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats
+from trio_llm.frontend.requests.in_flight import InFlightRequest, make_choices
 from trio_llm.frontend.requests.invariants import check_requests
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
-from trio_llm.frontend.requests.output.parallel_sampling import Family, fan_out
+from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.outputs import FinishReason, RequestOutput
@@ -38,7 +37,7 @@ _MAX_EXPIRED: Final = 2
 
 
 class RequestRegistry:
-    """All requests between their registration and their engine's last row for them.
+    """All requests between their registration and their engine's last row for them. An `EngineListener`.
 
     Args:
         engines: at least one, in the order of their indices.
@@ -110,24 +109,15 @@ class RequestRegistry:
             InvalidRequestError: it has no form on the wire, or more choices than may ever be unfinished.
         """
         assert self.processor is not None
-        kind, num_choices = request.params.output_kind, request.params.n
         children = fan_out(request)
         self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
-        family = Family([child.request_id for child in children], kind) if len(children) > 1 else None
-        is_repeated = len(children) < num_choices
-        collector = RepeatingCollector(kind, num_choices) if is_repeated else RequestOutputCollector(kind)
-        engine_index, now_s = self._choose_engine(), trio.current_time()
-        choices: list[InFlightRequest] = []
-        for index, child in enumerate(children):
-            state = self.processor.make_state(child, external_id, index=index, family=family)
-            choices.append(InFlightRequest(state, collector, RequestClock(arrived_s), engine_index, False, now_s))
-            self.register(choices[-1])
+        engine_index = self._choose_engine()
+        choices = make_choices(request, children, self.processor, external_id, arrived_s, engine_index)
+        for choice in choices:
+            self.register(choice)
         try:
-            for choice in choices:
-                self._engines[engine_index].send(choice, choice.state.request)
+            self._engines[engine_index].send_all(choices)
         except CodecError as error:
-            sent = [choice.state.request_id for choice in choices if choice.state.status is RequestStatus.SENT]
-            self._engines[engine_index].abort(sent)
             for choice in choices:
                 self._drop(choice)
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
@@ -160,10 +150,9 @@ class RequestRegistry:
     def open_session(
         self, request: EngineCoreRequest, external_id: str, collector: RequestOutputCollector, arrived_s: float
     ) -> InFlightRequest:
-        """Register a session that has no input yet. Nothing is sent. Its parameters are the first ones."""
+        """Register a session, which has no input yet. Nothing is sent."""
         assert self.processor is not None
         state = self.processor.make_state(request, external_id)
-        state.status = RequestStatus.IDLE
         session = InFlightRequest(state, collector, RequestClock(arrived_s), self._choose_engine())
         self.register(session)
         return session
@@ -186,13 +175,7 @@ class RequestRegistry:
     ) -> None:
         """Send a session's next input, for which there is room. Does nothing if the session is over.
 
-        Args:
-            message: carries the input to an engine that has all before it.
-            token_ids: all inputs and answers, this input included; the list may grow afterwards.
-            num_input_tokens: tokens of all inputs so far, this one included.
-
-        Raises:
-            InvalidRequestError: it has no form on the wire.
+        Arguments and errors: as `EngineRequests.send_input`.
         """
         if session.is_unfinished:
             assert self.processor is not None
@@ -228,13 +211,10 @@ class RequestRegistry:
 
         Returns how many readers there were: with n > 1, all choices have one.
         """
-        found = [
-            request
-            for request in self.in_flight.values()
-            if request.state.external_id == external_id and request.is_unfinished
-        ]
         states_of_reader: dict[RequestOutputCollector, list[RequestState]] = {}
-        for request in found:
+        for request in list(self.in_flight.values()):
+            if request.state.external_id != external_id or not request.is_unfinished:
+                continue
             assert self.processor is not None
             output = self.processor.finish(request.state)
             if output is not None:
@@ -312,15 +292,11 @@ class RequestRegistry:
 
     def record_vector(self, request: InFlightRequest) -> None:
         """A row brought the vector of a pooling request."""
-        state = request.state
-        self._engines[request.engine_index].recorder.vector(
-            num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens
-        )
+        self._engines[request.engine_index].record_vector(request)
 
     def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
         """The request is over for its reader. Once per request."""
-        stats = make_finished_stats(request, reason, trio.current_time())
-        self._engines[request.engine_index].recorder.request_finished(stats)
+        self._engines[request.engine_index].record_end(request, reason)
 
     def mark_first_token(self, request: InFlightRequest) -> None:
         """The first token of an answer has come: its prompt is computed."""
@@ -340,7 +316,7 @@ class RequestRegistry:
 
     # ------------------------------------------------------------------------------ the engine's end
 
-    def on_lost(self, engine: Engine, reason: str) -> None:
+    def on_lost(self, engine: EngineLink, reason: str) -> None:
         """An incarnation of this engine is dead: its unfinished requests wait for the next one."""
         requests = self._engines[engine.index]
         suspect = requests.on_lost(could_run=lambda state: engine.can_run(has_begun=state.num_tokens > 0))
@@ -355,11 +331,11 @@ class RequestRegistry:
             suspect.collector.put_error(error)
             self.end_in_engine(self.mark_family_aborted(suspect.state, reason="error"))
 
-    def on_ready(self, engine: Engine) -> None:
+    def on_ready(self, engine: EngineLink) -> None:
         """An incarnation of this engine is ready: it gets all that is unfinished."""
         self._engines[engine.index].on_ready()
 
-    def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
+    def on_dead(self, engine: EngineLink, error: EngineDeadError) -> None:
         """This engine is gone: each reader of its requests gets the text it is owed, then the error."""
         requests = self._engines[engine.index]
         for request in list(requests):
