@@ -157,11 +157,11 @@ async def test_nothing_stays_of_any_mixture(
         await trio.testing.wait_all_tasks_blocked()
         # The output handler and the watch end with the engine.
         assert trio.lowlevel.current_statistics().tasks_living == num_tasks - 2 * (llm.dead_error is not None)
-        assert llm._entrance._sessions == set()
+        assert llm._submitter._sessions == set()
         assert list(recwarn) == []
         if llm.is_running:
             llm._executor.faults.clear()
             assert len((await llm.complete([1], max_tokens=3)).outputs[0].token_ids) == 3
     # An error in our own code would be told there.
     unexpected = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert [record.getMessage() for record in unexpected if "the engine is dead" not in record.getMessage()] == []
+    assert [record.getMessage() for record in unexpected if "is dead: " not in record.getMessage()] == []

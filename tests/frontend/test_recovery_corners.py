@@ -121,8 +121,8 @@ async def test_a_suspect_that_is_dropped_for_its_deadline_does_not_hold_up_the_n
                     for _ in range(2):
                         await lose_engine(llm)
                         await anext(busy)
-                    _, first, second = (request.state for request in llm._live.in_flight.values())
-                    resumption = llm._live._engines[0]._resumption
+                    _, first, second = (request.state for request in llm._registry.in_flight.values())
+                    resumption = llm._registry._engines[0]._resumption
                     assert resumption.on_trial is first
 
                     await trio.sleep(10)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
 from tests.support.request_checks import checked_requests
@@ -44,6 +45,8 @@ async def open_fake_llm(
         if wait_until_ready:
             # FakeLLM's own has no threads; here they are under test, too.
             own = llm.renderer
-            llm._renderer = Renderer(own.tokenizer, own._template, max_model_len=own._max_model_len)
+            renderer = Renderer(own.tokenizer, own._template, max_model_len=own._max_model_len)
+            assert llm._model is not None
+            llm._model = replace(llm._model, renderer=renderer)
         with checked_requests(llm):
             yield FakeSetUp(llm)

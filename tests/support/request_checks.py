@@ -31,7 +31,7 @@ class _Checks(trio.abc.Instrument):
 @contextmanager
 def checked_requests(llm: AsyncLLM) -> Iterator[None]:
     """Run `RequestRegistry.check` after every step of any task; the end of the block raises its first error."""
-    checks = _Checks(llm._live)
+    checks = _Checks(llm._registry)
     trio.lowlevel.add_instrument(checks)
     try:
         yield

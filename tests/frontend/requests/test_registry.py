@@ -68,16 +68,10 @@ class Traffic:
     def __init__(self, limits: AdmissionLimits | None = None) -> None:
         self.engines = [PlayedEngine(index) for index in range(NUM_ENGINES)]
         self.recorder = StatisticsRecorder([], num_engines=NUM_ENGINES)
-        self.num_gone = 0
-        self.registry = RequestRegistry(
-            self.engines, self.recorder, AdmissionLedger(limits or AdmissionLimits()), self._count_gone
-        )
+        self.registry = RequestRegistry(self.engines, self.recorder, AdmissionLedger(limits or AdmissionLimits()))
         self.registry.processor = OutputProcessor(TABLE)
         self.requests: list[InFlightRequest] = []
         """All that were ever registered; with n > 1 the first child."""
-
-    def _count_gone(self) -> None:
-        self.num_gone += 1
 
     def submit(self, *, n: int = 1, external_id: str = "x", deadline_s: float | None = None) -> InFlightRequest:
         request_id = f"{external_id}-{len(self.requests)}"
@@ -141,11 +135,11 @@ class Traffic:
     def lose(self, index: int) -> None:
         self.engines[index].is_up = False
         self.engines[index].has.clear()
-        self.registry.on_engine_lost(index, "it died", could_run=lambda state: True)
+        self.registry.on_lost(self.engines[index], "it died")
 
     def bring_up(self, index: int) -> None:
         self.engines[index].is_up = True
-        self.registry.on_engine_ready(index)
+        self.registry.on_ready(self.engines[index])
 
     def confirm_aborts(self) -> None:
         for request in list(self.registry.in_flight.values()):
@@ -287,7 +281,8 @@ def test_when_there_is_no_engine_any_more_every_unfinished_reader_gets_the_error
             do(traffic, what, which)
         waiting = [request for request in traffic.registry.in_flight.values() if request.is_unfinished]
 
-        traffic.registry.give_up(EngineDeadError("gone"))
+        for engine in traffic.engines:
+            traffic.registry.on_dead(engine, EngineDeadError("gone"))
 
         assert len(traffic.registry) == 0
         assert all(request.state.status is RequestStatus.GONE for request in waiting)
@@ -387,9 +382,7 @@ async def test_the_inputs_of_a_session_go_to_one_engine() -> None:
 async def test_an_engine_can_be_chosen_by_the_owner() -> None:
     engines = [ScriptedCore(0), ScriptedCore(1)]
     recorder = StatisticsRecorder([], num_engines=2)
-    registry = RequestRegistry(
-        engines, recorder, AdmissionLedger(AdmissionLimits()), lambda: None, choose_engine=lambda: 1
-    )
+    registry = RequestRegistry(engines, recorder, AdmissionLedger(AdmissionLimits()), choose_engine=lambda: 1)
     registry.processor = OutputProcessor(TABLE)
 
     registry.submit(EngineCoreRequest("a", [1], SamplingParams(seed=1, max_tokens=3)), "a", 0.0)

@@ -38,6 +38,10 @@ class EngineLink(Protocol):
         """False from the death of an incarnation until the next one is ready. Nothing is sent meanwhile."""
         ...
 
+    def can_run(self, *, has_begun: bool) -> bool:
+        """The engine is free to work for a request: not asleep, and not paused for requests that have begun or not."""
+        ...
+
     def send_nowait(self, message: ToEngine) -> None:
         """Queue one message. Synchronous.
 
@@ -181,7 +185,6 @@ class EngineRequests:
         for request in requests:
             if request.state.status is RequestStatus.SENT:
                 request.state.move(RequestStatus.UNSENT)
-        self.recorder.engine_gone()
         return None if suspect is None else self._in_flight[suspect.request_id]
 
     def on_ready(self) -> None:

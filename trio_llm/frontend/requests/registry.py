@@ -37,12 +37,11 @@ _MAX_EXPIRED: Final = 2
 
 
 class RequestRegistry:
-    """All requests between their registration and their engine's last row for them.
+    """All requests between their registration and their engine's last row for them. An `EngineListener`.
 
     Args:
         engines: at least one, in the order of their indices.
         ledger: counts the requests that are in here.
-        on_gone: is called each time that a request is over, for its engine too.
         choose_engine: gives the index of the engine for a new request. None: the engine with the fewest unfinished
             requests, and of these the first one.
     """
@@ -52,7 +51,6 @@ class RequestRegistry:
         engines: Sequence[EngineLink],
         recorder: StatisticsRecorder,
         ledger: AdmissionLedger,
-        on_gone: Callable[[], None],
         *,
         choose_engine: Callable[[], int] | None = None,
     ) -> None:
@@ -64,7 +62,7 @@ class RequestRegistry:
         ]
         self._recorder = recorder
         self._ledger = ledger
-        self._on_gone = on_gone
+        self._idle_waiters = trio.lowlevel.ParkingLot()
         self._choose_engine = choose_engine if choose_engine is not None else self._least_busy
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no request comes before."""
@@ -77,6 +75,14 @@ class RequestRegistry:
         """Requests that this engine has and owes an answer."""
         owed = RequestStatus.SENT, RequestStatus.ABORTING
         return sum(request.state.status in owed for request in self._engines[engine_index])
+
+    def num_in_flight(self, engine_index: int) -> int:
+        """Requests of this engine, those whose reader has left included."""
+        return self._engines[engine_index].num_in_flight
+
+    def check_admission(self) -> None:
+        """Return if one more request may be registered. Raises as `AdmissionLedger.check`."""
+        self._ledger.check()
 
     def check(self) -> None:
         """Assert all that holds between statuses, ledger, families and resumption whenever no method is running."""
@@ -265,7 +271,7 @@ class RequestRegistry:
         request = self.in_flight.pop(state.request_id)
         self._engines[request.engine_index].num_in_flight -= 1
         self._ledger.remove(state)
-        self._on_gone()
+        self._wake_idle_waiters()
         if state.num_deaths:
             self.clear_suspicion(request)
 
@@ -310,15 +316,11 @@ class RequestRegistry:
 
     # ------------------------------------------------------------------------------ the engine's end
 
-    def on_engine_lost(self, index: int, reason: str, *, could_run: Callable[[RequestState], bool]) -> None:
-        """An incarnation of this engine is dead: its unfinished requests wait for the next one.
-
-        Args:
-            could_run: as `Resumption.engine_lost`.
-        """
-        engine = self._engines[index]
-        suspect = engine.on_lost(could_run=could_run)
-        for request in [request for request in engine if request.state.status is RequestStatus.ABORTING]:
+    def on_lost(self, engine: EngineLink, reason: str) -> None:
+        """An incarnation of this engine is dead: its unfinished requests wait for the next one."""
+        requests = self._engines[engine.index]
+        suspect = requests.on_lost(could_run=lambda state: engine.can_run(has_begun=state.num_tokens > 0))
+        for request in [request for request in requests if request.state.status is RequestStatus.ABORTING]:
             self._drop(request)
         if suspect is not None and suspect.is_unfinished:
             error = EngineGenerateError(
@@ -329,20 +331,32 @@ class RequestRegistry:
             suspect.collector.put_error(error)
             self.end_in_engine(self.mark_family_aborted(suspect.state, reason="error"))
 
-    def on_engine_ready(self, index: int) -> None:
-        """The next incarnation of this engine is ready: it gets all that is unfinished."""
-        self._engines[index].on_ready()
+    def on_ready(self, engine: EngineLink) -> None:
+        """An incarnation of this engine is ready: it gets all that is unfinished."""
+        self._engines[engine.index].on_ready()
 
-    def give_up(self, error: EngineDeadError) -> None:
-        """There is no engine any more: every reader gets the text it is owed, then the error. Once."""
-        for request in self.in_flight.values():
+    def on_dead(self, engine: EngineLink, error: EngineDeadError) -> None:
+        """This engine is gone: each reader of its requests gets the text it is owed, then the error."""
+        requests = self._engines[engine.index]
+        for request in list(requests):
+            state = request.state
             if request.is_unfinished:
                 request.collector.put_error(fresh(error))
                 self.record_end(request, "error")
-            request.state.move(RequestStatus.GONE)
-        self.in_flight.clear()
-        self._ledger.clear()
-        for engine in self._engines:
-            engine.num_in_flight = 0
-            engine.recorder.engine_gone()
-        self._on_gone()
+            state.move(RequestStatus.GONE)
+            del self.in_flight[state.request_id]
+            self._ledger.remove(state)
+        requests.num_in_flight = 0
+        self._wake_idle_waiters()
+
+    # ------------------------------------------------------------------------------------------ idle
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is unfinished, in the engines neither. Cancellation: safe."""
+        await trio.lowlevel.checkpoint()
+        while self.in_flight:
+            await self._idle_waiters.park()
+
+    def _wake_idle_waiters(self) -> None:
+        if not self.in_flight:
+            self._idle_waiters.unpark_all()

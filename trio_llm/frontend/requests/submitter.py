@@ -78,7 +78,8 @@ class RequestSubmitter:
         self._host = host
         self._registry = registry
         self.nursery: trio.Nursery | None = None
-        """Where the tasks of sessions run. Set by the owner before any request comes."""
+        """The nursery of `open_llm`, in which sessions run. Set by the owner when its tasks run."""
+        self.is_draining = False
         self._sessions: set[Session] = set()
         """Sessions whose inputs are being read."""
 
@@ -163,6 +164,7 @@ class RequestSubmitter:
 
     def drain(self) -> None:
         """Let sessions take no further input. Synchronous."""
+        self.is_draining = True
         for session in self._sessions:
             session.drain()
 
