@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_client import End, FakeClient, Of
+from tests.support.fake_client import End, FakeClient, Held, Of, Together
 from tests.support.fake_llm import open_fake_llm
 from tests.support.http_server import Reply, open_server
 from trio_llm.frontend.http.openai.completions import MAX_CHOICES
@@ -61,6 +61,20 @@ async def test_a_stream_of_a_chat_starts_every_choice_first_and_ends_each_once()
         (0, "b", None),
         (0, "", "stop"),
     ]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_continuous_usage_counts_what_was_sent_also_when_outputs_of_choices_were_merged(path: str) -> None:
+    """A reader that was away gets both choices in one output, which makes one chunk each."""
+    client = FakeClient(Together(Of(0, "ab"), Of(1, "xyz")), Of(0, Held("c")), Of(1, End("!")), Of(0, End("d")))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = (await ask(client, path, n=2, stream=True, stream_options=options)).chunks
+
+    sent = [
+        (chunk["choices"] and text_of(chunk["choices"][0]), chunk["usage"]["completion_tokens"]) for chunk in chunks
+    ]
+    starts: list[Any] = [("", 0), ("", 0)] if path == PATHS[0] else []
+    assert sent == [*starts, ("ab", 1), ("xyz", 2), ("!", 3), ("d", 5), (None, 5)]
 
 
 async def test_a_stream_of_completions_numbers_the_choices_over_all_prompts() -> None:
