@@ -23,6 +23,9 @@ class ScriptedCore:
         self.kill_reason: str | None = None
         self._send, self._receive = trio.open_memory_channel[list[FromEngine]](math.inf)
 
+    def can_run(self, *, has_begun: bool) -> bool:
+        return True
+
     async def run(self) -> None:
         await trio.sleep_forever()
 

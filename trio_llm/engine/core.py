@@ -7,6 +7,7 @@ tests drive it directly.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from trio_llm.config import EngineConfig
 from trio_llm.engine.control_calls import BETWEEN_STEPS, ControlCalls
@@ -36,20 +37,27 @@ from trio_llm.wire.messages import (
 __all__ = ["EngineCore"]
 
 
+class _Source(NamedTuple):
+    """Whom messages come from."""
+
+    epoch: int
+    engine_index: int
+
+
 class EngineCore:
     """Scheduler and executor behind the wire's messages.
 
     Args:
         executor: a loaded model.
         config: budget, sequences and credit.
-        epoch: count of this incarnation, put into every message.
+        epoch, engine_index: which incarnation of which engine this is; put into every message.
     """
 
-    def __init__(self, executor: Executor, config: EngineConfig, *, epoch: int) -> None:
+    def __init__(self, executor: Executor, config: EngineConfig, *, epoch: int, engine_index: int = 0) -> None:
         self._executor = executor
         self._scheduler = Scheduler(SchedulerLimits.of(executor.info, config))
         self._kv_log = self._scheduler.kv_event_log
-        self._epoch = epoch
+        self._source = _Source(epoch, engine_index)
         self._run_ahead = _default_run_ahead(executor.info) if config.run_ahead is None else config.run_ahead
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         """Launched and not retired, the oldest first."""
@@ -67,11 +75,11 @@ class EngineCore:
 
     def ready(self) -> Ready:
         """The message that opens this engine for requests."""
-        return Ready(self._epoch, self._executor.info)
+        return Ready(self._source.epoch, self._executor.info, self._source.engine_index)
 
     def heartbeat(self) -> Heartbeat:
         """The message that says that the loop turns."""
-        return Heartbeat(self._epoch, self._num_sent, self._num_executed)
+        return Heartbeat(self._source.epoch, self._num_sent, self._num_executed, self._source.engine_index)
 
     @property
     def has_credit(self) -> bool:
@@ -135,7 +143,8 @@ class EngineCore:
         results, self._utility_results = self._utility_results, []
         self._num_sent += 1
         return EngineCoreOutputs(
-            epoch=self._epoch,
+            epoch=self._source.epoch,
+            engine_index=self._source.engine_index,
             step=self._num_sent,
             timestamp=now_s,
             outputs=rows,

@@ -445,7 +445,7 @@ async def test_a_worker_that_does_not_answer_in_time_is_an_error(autojump_clock:
             await fake.llm.collective_rpc("ping", timeout_s=5)
         fake.llm.resume()
         assert await fake.llm.collective_rpc("ping")
-        assert not fake.llm._utilities._waiting
+        assert not fake.llm._engines[0].utilities._waiting
 
 
 async def test_profiles_need_a_real_engine_and_adapters_are_not_supported() -> None:

@@ -158,56 +158,57 @@ async def test_an_engine_that_dies_before_the_tokenizer_is_loaded_is_recovered_f
             assert (await llm.complete("Hello")).outputs[0].text == "Hi"
 
 
-def watch_of(killed: list[str], stall_timeout_s: float) -> EngineMonitor:
-    life = EngineMonitor(
-        EngineConfig(stall_timeout_s=stall_timeout_s),
-        kill=killed.append,
-        num_expected=lambda: 1,
-        is_under_control=lambda: False,
-    )
-    life.is_ready = True
-    return life
+class BusyEngine:
+    """An engine that always owes an answer. Implements `Watched`."""
+
+    num_expected = 1
+    is_under_control = False
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self.killed: list[str] = []
+        self.monitor = EngineMonitor(EngineConfig(stall_timeout_s=stall_timeout_s), self)
+        self.monitor.is_ready = True
+
+    def kill(self, reason: str) -> None:
+        self.killed.append(reason)
 
 
 @pytest.mark.parametrize("timeout_s", [2.0, 120.0])
 async def test_a_front_end_that_was_stopped_does_not_blame_the_engine(timeout_s: float, mock_clock: MockClock) -> None:
-    killed: list[str] = []
-    life = watch_of(killed, timeout_s)
+    engine = BusyEngine(timeout_s)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(life.watch)
+        nursery.start_soon(engine.monitor.watch)
         await trio.testing.wait_all_tasks_blocked()
         mock_clock.jump(10_000)
         await trio.testing.wait_all_tasks_blocked()
 
-        assert killed == [], "nobody had a turn to read what the engine said"
-        life.sign_of_life()
-        life.step()
+        assert engine.killed == [], "nobody had a turn to read what the engine said"
+        engine.monitor.record_life()
+        engine.monitor.record_step()
         mock_clock.jump(0.6)
         await trio.testing.wait_all_tasks_blocked()
-        assert killed == []
+        assert engine.killed == []
         nursery.cancel_scope.cancel()
 
 
 async def test_an_engine_that_says_nothing_after_that_is_killed_all_the_same(mock_clock: MockClock) -> None:
-    killed: list[str] = []
-    life = watch_of(killed, 120.0)
+    engine = BusyEngine(120.0)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(life.watch)
+        nursery.start_soon(engine.monitor.watch)
         await trio.testing.wait_all_tasks_blocked()
         for _ in range(60):
             mock_clock.jump(5)
             await trio.testing.wait_all_tasks_blocked()
-        assert len(killed) == 1
-        life.die(EngineDeadError("over"))
+        assert len(engine.killed) == 1
+        engine.monitor.mark_dead(EngineDeadError("over"))
 
 
 async def test_cancelling_the_watch_leaves_the_engine_alone(mock_clock: MockClock) -> None:
-    killed: list[str] = []
-    life = watch_of(killed, 120.0)
+    engine = BusyEngine(120.0)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(life.watch))
+        nursery.start_soon(partial(engine.monitor.watch))
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
 
-    assert killed == []
-    assert life.dead_error is None
+    assert engine.killed == []
+    assert engine.monitor.dead_error is None

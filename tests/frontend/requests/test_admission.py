@@ -162,11 +162,11 @@ async def test_a_refusal_registers_nothing_is_counted_and_the_same_request_works
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         async with fake.llm.generate(HELLO, LONG) as stream:
             await anext(stream)
-            before = len(fake.llm._live)
+            before = len(fake.llm._registry)
             with pytest.raises(QueueFullError) as caught:
                 await read(fake.llm)
 
-            assert len(fake.llm._live) == before
+            assert len(fake.llm._registry) == before
             assert caught.value.can_retry
             assert caught.value.retry_after_s
         await fake.llm.wait_idle()
@@ -233,7 +233,7 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
             nonlocal most
             try:
                 async with fake.llm.generate(prompt, SHORT) as stream:
-                    most = max(most, len(fake.llm._live))
+                    most = max(most, len(fake.llm._registry))
                     async for _ in stream:
                         pass
                 ends.append("answered")
@@ -268,7 +268,7 @@ async def test_counts_are_zero_after_the_death_of_the_engine(autojump_clock: Moc
             fake.core.kill("lost")
 
         assert ends == [EngineDeadError] * 3
-        assert (fake.llm._ledger.num_requests, fake.llm._ledger.num_tokens) == (0, 0)
+        assert (fake.llm._registry._ledger.num_requests, fake.llm._registry._ledger.num_tokens) == (0, 0)
         with pytest.raises(EngineDeadError):
             await read(fake.llm)
 

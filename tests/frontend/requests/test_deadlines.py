@@ -208,8 +208,8 @@ async def test_a_request_that_was_dropped_still_counts_until_its_reader_leaves(a
             await enter_within(2, inner, fake.llm.generate(HELLO, SHORT))
             await rest_of(first)
 
-            assert fake.llm._ledger.num_requests == 1
-            assert fake.llm._ledger.num_tokens == len(HELLO)
+            assert fake.llm._registry._ledger.num_requests == 1
+            assert fake.llm._registry._ledger.num_tokens == len(HELLO)
 
         await fake.assert_nothing_is_left()
 

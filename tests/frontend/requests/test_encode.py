@@ -223,7 +223,7 @@ async def test_vectors_count_in_admission_until_they_are_there() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fake.llm.encode, HELLO)
             await wait_all_tasks_blocked()
-            assert (fake.llm._ledger.num_requests, fake.llm._ledger.num_tokens) == (1, 5)
+            assert (fake.llm._registry._ledger.num_requests, fake.llm._registry._ledger.num_tokens) == (1, 5)
             with pytest.raises(QueuedTokensError):
                 await fake.llm.encode([1] * 16)
             nursery.start_soon(fake.llm.encode, HELLO)
@@ -469,4 +469,4 @@ async def test_an_answer_takes_the_parameters_of_one(strange: Any) -> None:
             with pytest.raises(InvalidRequestError, match="SamplingParams"):
                 async with fake.llm.generate(prompt, strange):
                     pytest.fail("it was let in")
-        assert not len(fake.llm._live)
+        assert not len(fake.llm._registry)

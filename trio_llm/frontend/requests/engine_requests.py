@@ -5,19 +5,20 @@ Used by `RequestRegistry`, which has one per engine. Synchronous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 import trio
 
 from trio_llm.errors import CodecError, InvalidRequestError
-from trio_llm.frontend.requests.in_flight import InFlightRequest
+from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.requests.resumption import Resumption
 from trio_llm.frontend.statistics.iteration import EngineRecorder
+from trio_llm.outputs import FinishReason
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
@@ -35,6 +36,10 @@ class EngineLink(Protocol):
     @property
     def is_up(self) -> bool:
         """False from the death of an incarnation until the next one is ready. Nothing is sent meanwhile."""
+        ...
+
+    def can_run(self, *, has_begun: bool) -> bool:
+        """The engine is free to work for a request: not asleep, and not paused for requests that have begun or not."""
         ...
 
     def send_nowait(self, message: ToEngine) -> None:
@@ -84,6 +89,19 @@ class EngineRequests:
         """Send a request to an incarnation that does not have it, to go on after what was delivered."""
         self.send(request, _make_resumed(request, trio.current_time()))
 
+    def send_all(self, choices: Sequence[InFlightRequest]) -> None:
+        """Send new requests, all or none.
+
+        Raises:
+            CodecError: one of them has no form on the wire. The engine is sent an abort for those before it.
+        """
+        try:
+            for choice in choices:
+                self.send(choice, choice.state.request)
+        except CodecError:
+            self.abort([choice.state.request_id for choice in choices if choice.state.status is RequestStatus.SENT])
+            raise
+
     def send_input(
         self,
         session: InFlightRequest,
@@ -93,7 +111,16 @@ class EngineRequests:
         token_ids: list[int],
         num_input_tokens: int,
     ) -> None:
-        """Send the next input of a session that is not over. Arguments and errors: as `RequestRegistry.send_input`."""
+        """Send the next input of a session that is not over.
+
+        Args:
+            message: carries the input to an engine that has all before it.
+            token_ids: all inputs and answers, this input included; the list may grow afterwards.
+            num_input_tokens: tokens of all inputs so far, this one included.
+
+        Raises:
+            InvalidRequestError: it has no form on the wire.
+        """
         state = session.state
         try:
             encode(message)
@@ -130,6 +157,15 @@ class EngineRequests:
         else:
             self.recorder.first_tokens_of_sibling(clock, count, now_s)
 
+    def record_vector(self, request: InFlightRequest) -> None:
+        """A row brought the vector of a pooling request."""
+        state = request.state
+        self.recorder.vector(num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens)
+
+    def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
+        """A request is over for its reader."""
+        self.recorder.request_finished(make_finished_stats(request, reason, trio.current_time()))
+
     def finish_trial(self, request: InFlightRequest) -> None:
         """A suspect has got a token, or will get none. If it was on trial, the next one is sent."""
         for state in self._resumption.finish(request.state):
@@ -149,7 +185,6 @@ class EngineRequests:
         for request in requests:
             if request.state.status is RequestStatus.SENT:
                 request.state.move(RequestStatus.UNSENT)
-        self.recorder.engine_gone()
         return None if suspect is None else self._in_flight[suspect.request_id]
 
     def on_ready(self) -> None:

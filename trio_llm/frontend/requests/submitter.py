@@ -51,6 +51,9 @@ class RequestSubmitter:
     def __init__(self, client: EngineClient, live: RequestRegistry) -> None:
         self._client = client
         self._live = live
+        self.nursery: trio.Nursery | None = None
+        """The nursery of `open_llm`, in which sessions run. Set by the owner when its tasks run."""
+        self.is_draining = False
         self._sessions: set[Session] = set()
         """Those whose inputs are being read."""
 
@@ -87,10 +90,9 @@ class RequestSubmitter:
         )
         return self._live.submit(request, wish.external_id, arrived_s)
 
-    async def admit_session(
-        self, inputs: AsyncIterable[StreamingInput], wish: RequestSpec, nursery: trio.Nursery
-    ) -> InFlightRequest:
+    async def admit_session(self, inputs: AsyncIterable[StreamingInput], wish: RequestSpec) -> InFlightRequest:
         """Register a session, whose inputs are read in `nursery`. Cancellation and errors: as `admit`."""
+        assert self.nursery is not None
         check_request_id(wish.external_id)
         _check_kind(wish)
         assert isinstance(wish.params, SamplingParams)
@@ -115,11 +117,12 @@ class RequestSubmitter:
             requests=self._live,
         )
         self._sessions.add(session)
-        nursery.start_soon(self._run_session, session)
+        self.nursery.start_soon(self._run_session, session)
         return session.request
 
     def drain(self) -> None:
         """Sessions take no further input. Synchronous."""
+        self.is_draining = True
         for session in self._sessions:
             session.drain()
 

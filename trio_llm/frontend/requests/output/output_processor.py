@@ -67,7 +67,10 @@ class OutputProcessor:
     def make_state(
         self, request: EngineCoreRequest, external_id: str, *, index: int = 0, family: Family | None = None
     ) -> RequestState:
-        """The state of a new request, which was not sent yet: with a family, of the child that makes choice `index`."""
+        """The state of a new request, not sent yet: with a family, of the child that makes choice `index`.
+
+        A resumable one is a session that has no input yet.
+        """
         params = request.params
         state = RequestState(
             request,
@@ -79,6 +82,7 @@ class OutputProcessor:
             len(request.prompt_token_ids),
             index,
             family,
+            RequestStatus.IDLE if request.resumable else RequestStatus.UNSENT,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             weight_version=self.weight_version,
         )
