@@ -71,7 +71,8 @@ async def test_continuous_usage_counts_what_was_sent_also_when_outputs_of_choice
     chunks = (await ask(client, path, n=2, stream=True, stream_options=options)).chunks
 
     sent = [
-        (chunk["choices"] and text_of(chunk["choices"][0]), chunk["usage"]["completion_tokens"]) for chunk in chunks
+        (text_of(chunk["choices"][0]) if chunk["choices"] else None, chunk["usage"]["completion_tokens"])
+        for chunk in chunks
     ]
     starts: list[Any] = [("", 0), ("", 0)] if path == PATHS[0] else []
     assert sent == [*starts, ("ab", 1), ("xyz", 2), ("!", 3), ("d", 5), (None, 5)]
