@@ -11,7 +11,6 @@ from starlette.responses import Response
 
 from trio_llm.frontend.http.openai.answer_bodies import ModelCard, ModelList
 from trio_llm.frontend.http.request_reader import ApiContext
-from trio_llm.frontend.http.server.errors import RouteNotFoundError
 
 __all__ = ["list_models", "show_model"]
 
@@ -24,10 +23,7 @@ async def list_models(api: ApiContext, http: Request) -> Response:
 
 async def show_model(api: ApiContext, http: Request) -> Response:
     """GET /v1/models/{name}."""
-    name = http.path_params["name"]
-    if not name:
-        raise RouteNotFoundError(http.scope["path"])
-    return _json(_card(api, api.reader.model_name(name)))
+    return _json(_card(api, api.reader.model_name(http.path_params["name"])))
 
 
 def _card(api: ApiContext, name: str) -> ModelCard:

@@ -29,11 +29,14 @@ __all__ = [
     "ModelList",
     "PoolingEntry",
     "PoolingList",
+    "ProbeFailed",
+    "ProbePassed",
     "PromptLogprobs",
     "ScoreEntry",
     "ScoreList",
     "UsageBody",
     "VectorUsage",
+    "Version",
 ]
 
 
@@ -285,7 +288,7 @@ class ScoreList(_VectorList):
     data: list[ScoreEntry]
 
 
-# ------------------------------------------------------------------------------- models and errors
+# ---------------------------------------------------------------------------- the server and errors
 
 
 class ModelCard(TypedDict):
@@ -306,6 +309,29 @@ class ModelList(TypedDict):
 
     object: Literal["list"]
     data: list[ModelCard]
+
+
+class ProbePassed(TypedDict):
+    """The answer of a probe with the status 200."""
+
+    status: Literal["ready", "alive"]
+
+
+class ProbeFailed(TypedDict):
+    """The answer of a probe with the status 503: the state of the engine, and how far loading is."""
+
+    status: Literal["loading", "recovering", "stalled", "asleep", "draining", "dead"]
+    phase: str | None
+    done: int | None
+    total: int | None
+    elapsed_s: float
+    reason: str | None
+
+
+class Version(TypedDict):
+    """The version of this server."""
+
+    version: str
 
 
 class ErrorBody(TypedDict):
