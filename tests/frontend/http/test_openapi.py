@@ -356,11 +356,12 @@ async def test_the_document_describes_what_is_read(state: EngineState) -> None:
 
 
 def test_the_checker_finds_what_a_schema_excludes() -> None:
-    schema = {"$ref": "#/components/schemas/ChatCompletion"}
-    for wrong in ({}, {"id": 1}, {"choices": [{}]}, []):
-        assert list(find_problems(wrong, schema, SCHEMAS, is_closed=True))
-    assert list(
-        find_problems({"error": {}, "more": 1}, {"$ref": "#/components/schemas/Error"}, SCHEMAS, is_closed=True)
-    )
+    answer, error = ({"$ref": f"#/components/schemas/{name}"} for name in ("ChatCompletion", "Error"))
+    wrong: list[Any] = [{}, {"id": 1}, {"choices": [{}]}, []]
+    for one in wrong:
+        assert list(find_problems(one, answer, SCHEMAS, is_closed=True))
+    body = {"message": "m", "type": "t", "param": None, "code": 400}
+    assert list(find_problems({"error": body}, error, SCHEMAS, is_closed=True)) == []
+    assert list(find_problems({"error": body, "more": 1}, error, SCHEMAS, is_closed=True))
     with pytest.raises(ValueError, match="does not know the keyword"):
         list(find_problems(1, {"multipleOf": 2}, SCHEMAS))
