@@ -14,18 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.fake_client import FakeClient
-from tests.support.http_server import CHAT, COMPLETION, Reply, open_server
+from tests.support.http_server import BODIES, COMPLETION, Reply, open_server
 from trio_llm.errors import BodyTooLargeError, InvalidRequestError
 from trio_llm.frontend.http.content_coding import ContentCodingError, decode_content, find_coding
 
 MIB = 1024 * 1024
-PATHS: list[tuple[str, dict[str, Any]]] = [
-    ("/v1/chat/completions", CHAT),
-    ("/v1/completions", COMPLETION),
-    ("/v1/embeddings", {"input": "Once"}),
-    ("/pooling", {"input": "Once"}),
-    ("/score", {"text_1": "Once", "text_2": "Twice"}),
-]
 
 
 def raw_deflate(data: bytes) -> bytes:
@@ -53,7 +46,7 @@ async def post(path: str, body: bytes, coding: str, **settings: Any) -> Reply:
         return reply
 
 
-@pytest.mark.parametrize(("path", "fields"), PATHS)
+@pytest.mark.parametrize(("path", "fields"), BODIES.items())
 @pytest.mark.parametrize("coding", ENCODERS)
 async def test_a_body_in_a_known_coding_is_read_on_every_path(path: str, fields: dict[str, Any], coding: str) -> None:
     reply = await post(path, ENCODERS[coding](json.dumps(fields).encode()), coding)

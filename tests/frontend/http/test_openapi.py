@@ -302,21 +302,19 @@ OPTIONS: Final[list[dict[str, Any]]] = [
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 async def test_the_document_describes_generated_answers(path: str, stream: dict[str, Any] | None) -> None:
     streaming = {} if stream is None else {"stream": True, "stream_options": stream}
-    async with open_fake_llm(answer="abc é") as llm:
-        client: Any = llm
-        async with open_server(client) as server:
-            for options in OPTIONS:
-                fields = {**options, **streaming}
-                if path == "/v1/chat/completions":
-                    fields.pop("prompt", None)
-                    fields.pop("echo", None)
-                    if "logprobs" in fields:
-                        fields |= {"top_logprobs": fields["logprobs"], "logprobs": True}
-                    reply = await server.chat(**fields)
-                else:
-                    reply = await server.complete(**fields)
-                assert reply.status in (200, 400, 404)
-                check_answer(reply, "POST", path)
+    async with open_fake_llm(answer="abc é") as llm, open_server(llm) as server:
+        for options in OPTIONS:
+            fields = {**options, **streaming}
+            if path == "/v1/chat/completions":
+                fields.pop("prompt", None)
+                fields.pop("echo", None)
+                if "logprobs" in fields:
+                    fields |= {"top_logprobs": fields["logprobs"], "logprobs": True}
+                reply = await server.chat(**fields)
+            else:
+                reply = await server.complete(**fields)
+            assert reply.status in (200, 400, 404)
+            check_answer(reply, "POST", path)
 
 
 async def test_the_document_describes_a_stream_that_fails() -> None:

@@ -23,8 +23,7 @@ IDS = list(TEXT.encode())
 @asynccontextmanager
 async def open_fake_server(**settings: Any) -> AsyncIterator[Server]:
     async with open_fake_llm(answer="abc", **settings) as llm:
-        client: Any = llm
-        async with open_server(client) as server:
+        async with open_server(llm) as server:
             yield server
         await llm.assert_idle()
 
@@ -133,11 +132,9 @@ async def test_too_many_log_probabilities_of_prompts_are_a_400(prompt: list[Any]
 async def test_offsets_are_positions_in_the_text_where_characters_are_split_over_tokens(
     prompt: Any, stream: bool
 ) -> None:
-    async with open_fake_llm(answer="né🎉!") as llm:
-        client: Any = llm
-        async with open_server(client) as server:
-            reply = await server.complete(prompt=prompt, echo=True, logprobs=0, stream=stream)
-            alone = await server.complete(prompt=prompt, logprobs=0, stream=stream)
+    async with open_fake_llm(answer="né🎉!") as llm, open_server(llm) as server:
+        reply = await server.complete(prompt=prompt, echo=True, logprobs=0, stream=stream)
+        alone = await server.complete(prompt=prompt, logprobs=0, stream=stream)
 
     def columns(reply: Reply, name: str) -> list[Any]:
         choices = [chunk["choices"][0] for chunk in reply.chunks] if stream else reply.json["choices"]

@@ -10,21 +10,12 @@ import pytest
 
 from tests.support.fake_client import End, FakeClient, Held, Of, Together
 from tests.support.fake_llm import open_fake_llm
-from tests.support.http_server import Reply, open_server
+from tests.support.http_server import Reply, ask, open_server
 from trio_llm.frontend.http.openai.completions import MAX_CHOICES
 from trio_llm.sampling import MAX_N
 
 MIXED = (Of(1, "x"), Of(0, "a"), Of(1, End("y", "length")), Of(0, "b"), Of(0, End("", "stop", "!")))
 PATHS = ["/v1/chat/completions", "/v1/completions"]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6},
-    "/v1/completions": {"prompt": "Once", "max_tokens": 6},
-}
-
-
-async def ask(client: Any, path: str, **fields: Any) -> Reply:
-    async with open_server(client) as server:
-        return await server.call("POST", path, {**BODIES[path], **fields})
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -132,10 +123,10 @@ async def test_best_of_is_refused_whatever_n_is(path: str) -> None:
 async def test_over_a_real_engine_streamed_and_whole_choices_are_those_of_single_requests(
     path: str, temperature: int
 ) -> None:
-    async with open_fake_llm() as fake, open_server(fake.llm) as server:  # type: ignore[arg-type]
+    async with open_fake_llm() as fake, open_server(fake.llm) as server:
 
         async def call(**fields: Any) -> Reply:
-            reply = await server.call("POST", path, {**BODIES[path], "temperature": temperature, **fields})
+            reply = await server.ask(path, max_tokens=6, temperature=temperature, **fields)
             assert reply.status == 200
             return reply
 
