@@ -70,6 +70,6 @@ def decode_content(body: bytes, coding: str, *, limit: int) -> bytes:
 
 
 def _deflate_bits(body: bytes) -> int:
-    """Of the zlib format, which `deflate` means (RFC 9110, 8.4.1.2), or of bare deflate, which some clients send."""
+    """For zlib's format, which `deflate` means (RFC 9110, 8.4.1.2), or for bare deflate, which some clients send."""
     has_header = len(body) > 1 and body[0] & 0x0F == zlib.DEFLATED and (body[0] * 256 + body[1]) % 31 == 0
     return zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS

@@ -70,11 +70,11 @@ class Renderer:
 
     @property
     def token_table(self) -> TokenTable:
-        """What each id stands for."""
+        """The bytes of each id."""
         return self.tokenizer.table
 
     async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt. Ids are given back as they are: whoever builds the request checks them.
+        """The ids of a prompt. A list of ids comes back as it is: the input processor checks them.
 
         Cancellation: safe. A worker thread that has begun goes on to its end, holds its place until then, and its
         result is dropped.

@@ -117,13 +117,13 @@ class ChoiceFinished:
 Event = ChoiceStarted | PromptEchoed | TextDelta | ChoiceFinished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
-    """Tokens in the events so far, over all prompts and choices."""
+    """Tokens over all prompts and choices."""
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -158,9 +158,10 @@ class Assembler:
         self._choices_per_prompt = choices_per_prompt
         self._num_choices = num_prompts * choices_per_prompt
         self._has_started = False
-        self._num_output_tokens = 0
-        # (prompt tokens, cached tokens) of each prompt that has had an output
+        self.usage: Final = Usage()
+        """The events so far. Tokens whose text is held back count with the event that brings it. Updated in place."""
         self._prompts: dict[int, tuple[int, int]] = {}
+        """(prompt tokens, cached tokens) of each prompt that has had an output."""
         self._finished: set[int] = set()
         self._num_held: dict[int, int] = {}
         """By choice: tokens since its last event. Their text is not known yet."""
@@ -169,15 +170,6 @@ class Assembler:
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         """By prompt, since only one of its choices may have brought them."""
         self._echoed: set[int] = set()
-
-    @property
-    def usage(self) -> Usage:
-        """Tokens of the events so far. Tokens whose text is held back count with the event that brings it."""
-        return Usage(
-            num_prompt_tokens=sum(prompt for prompt, _ in self._prompts.values()),
-            num_cached_tokens=sum(cached for _, cached in self._prompts.values()),
-            num_output_tokens=self._num_output_tokens,
-        )
 
     @property
     def is_finished(self) -> bool:
@@ -190,7 +182,9 @@ class Assembler:
         Raises:
             EngineGenerateError: something came after the end of a choice.
         """
-        self._prompts[index] = (output.num_prompt_tokens, output.num_cached_tokens)
+        counts = (output.num_prompt_tokens, output.num_cached_tokens)
+        if self._prompts.get(index) != counts:
+            self._count_prompt(index, counts)
         events: list[Event] = []
         if not self._has_started:
             self._has_started = True
@@ -209,9 +203,14 @@ class Assembler:
                 completion = _without_answer(completion)
             event = self._event(choice, completion)
             if event is not None:
-                self._num_output_tokens += event.num_tokens
+                self.usage.num_output_tokens += event.num_tokens
                 events.append(event)
         return events
+
+    def _count_prompt(self, index: int, counts: tuple[int, int]) -> None:
+        self._prompts[index] = counts
+        self.usage.num_prompt_tokens = sum(prompt for prompt, _ in self._prompts.values())
+        self.usage.num_cached_tokens = sum(cached for _, cached in self._prompts.values())
 
     def _echo_prompt(self, index: int, choice: int) -> PromptEchoed:
         contents, logprobs = self._contents, self._prompt_logprobs.get(index)

@@ -89,7 +89,7 @@ _LOGIT_BIAS: Final[Schema] = {
 
 
 class StreamOptions(RequestBody):
-    """What a stream carries besides text."""
+    """Things that a stream carries besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None

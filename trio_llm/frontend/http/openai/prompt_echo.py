@@ -1,4 +1,4 @@
-"""What an answer repeats of its prompts, as a request asks for it.
+"""The parts of prompts that answers repeat, as a request asks for them.
 
 Used by the generating routes.
 """

@@ -48,7 +48,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every chunk of an answer, or the whole one, begins with."""
+    """The fields that are the same in every chunk of an answer."""
 
     id: str
     created: int  # seconds since 1970
@@ -57,7 +57,7 @@ class AnswerHead:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamUsage:
-    """Where a stream tells its usage."""
+    """The chunks of a stream that carry usage."""
 
     at_the_end: bool = False
     in_every_chunk: bool = False

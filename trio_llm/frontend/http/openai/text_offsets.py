@@ -44,7 +44,7 @@ MakeOffsets = Callable[[int], TextOffsets]
 def offsets_of_choices(
     table: TokenTable, request: CompletionRequest, prompts: Sequence[list[int]], contents: AnswerContents
 ) -> MakeOffsets:
-    """What makes the offsets of each choice of a request.
+    """A maker of the offsets of each choice of a request.
 
     Args:
         prompts: token ids; choice i belongs to prompt i // n.

@@ -21,13 +21,13 @@ _encode = msgspec.json.Encoder().encode
 
 
 def list_beginning(head: AnswerHead) -> bytes:
-    """What comes before the entries."""
+    """The body up to the first entry."""
     fields = {"id": head.id, "object": "list", "created": head.created, "model": head.model}
     return _encode(fields)[:-1] + b',"data":['
 
 
 def list_end(outputs: Sequence[PoolingOutput]) -> bytes:
-    """What comes after the entries: the usage."""
+    """The body after the last entry, which has the usage."""
     num_tokens = sum(output.num_prompt_tokens for output in outputs)
     usage: VectorUsage = {
         "prompt_tokens": num_tokens,
