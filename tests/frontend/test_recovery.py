@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from tests.support.asking import ask
 from tests.support.request_checks import open_checked_llm
 from trio_llm import RequestOutputKind, SamplingParams
 from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError
@@ -24,12 +25,6 @@ FOREVER_S = 100_000.0
 
 def restarting(**more: Any) -> dict[str, Any]:
     return {"on_engine_death": "restart", "step_s": 0.01, "max_engine_restarts": 100, **more}
-
-
-async def read(llm: FakeLLM, prompt: str, params: SamplingParams) -> list[RequestOutput]:
-    with trio.fail_after(FOREVER_S):
-        async with llm.generate(prompt, params) as stream:
-            return [output async for output in stream]
 
 
 def whole(outputs: list[RequestOutput]) -> dict[int, tuple[list[int], str, int, str | None]]:
@@ -60,7 +55,7 @@ REQUESTS = [
 
 async def undisturbed() -> list[dict[int, tuple[list[int], str, int, str | None]]]:
     async with open_checked_llm() as llm:
-        return [whole(await read(llm, prompt, params)) for prompt, params in REQUESTS]
+        return [whole(await ask(llm, prompt, params)) for prompt, params in REQUESTS]
 
 
 @pytest.mark.parametrize("fault", ["kill", "drop", "stall"])
@@ -73,7 +68,7 @@ async def test_nobody_loses_or_repeats_a_token_however_often_engines_fail(
     async with open_checked_llm(**restarting(stall_timeout_s=5.0)) as llm:
 
         async def run(number: int) -> None:
-            results[number] = whole(await read(llm, *REQUESTS[number]))
+            results[number] = whole(await ask(llm, *REQUESTS[number]))
 
         async def disturb() -> None:
             for _ in range(4):
@@ -162,16 +157,16 @@ async def test_a_request_that_kills_every_engine_ends_with_an_error_and_its_neig
 ) -> None:
     params = SamplingParams(seed=1, max_tokens=20)
     async with open_checked_llm() as llm:
-        expected = [whole(await read(llm, f"neighbour {i}", params)) for i in range(15)]
+        expected = [whole(await ask(llm, f"neighbour {i}", params)) for i in range(15)]
     results: dict[int, object] = {}
     async with open_checked_llm(**restarting(killer_prompt=ord("!"))) as llm:
 
         async def run(number: int) -> None:
-            results[number] = whole(await read(llm, f"neighbour {number}", params))
+            results[number] = whole(await ask(llm, f"neighbour {number}", params))
 
         async def run_the_killer() -> None:
             with pytest.raises(EngineGenerateError, match="engines die of this request"):
-                await read(llm, "! boom", params)
+                await ask(llm, "! boom", params)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_the_killer)
@@ -284,7 +279,7 @@ async def test_a_deadline_goes_on_while_there_is_no_engine(autojump_clock: MockC
             await anext(stream)
             with trio.move_on_after(0.2) as scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(read, llm, "late", SamplingParams())
+                    nursery.start_soon(ask, llm, "late", SamplingParams())
                     await trio.sleep(0.1)
                     llm.kill()
             assert scope.cancelled_caught
@@ -308,7 +303,7 @@ def test_deaths_at_any_time_change_no_output_kind(kills_s: list[float], kind: Re
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(disturb)
-                found = whole(await read(llm, "Hello", params))
+                found = whole(await ask(llm, "Hello", params))
                 nursery.cancel_scope.cancel()
             if kind is RequestOutputKind.CUMULATIVE:
                 return []

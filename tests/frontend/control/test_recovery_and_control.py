@@ -9,7 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.frontend.test_recovery import FOREVER_S, read, restarting, wait_for, whole
+from tests.frontend.test_recovery import FOREVER_S, restarting, wait_for, whole
+from tests.support.asking import ask
 from trio_llm import SamplingParams
 from trio_llm.config import EngineConfig
 from trio_llm.engine.device import DeviceLostError
@@ -32,12 +33,12 @@ async def die(llm: FakeLLM, state: str = "ready") -> None:
 @pytest.mark.parametrize("num_deaths", [1, 5])
 async def test_nobody_is_blamed_for_engines_that_die_while_paused(num_deaths: int, autojump_clock: MockClock) -> None:
     async with open_fake_llm() as llm:
-        expected = [whole(await read(llm, f"prompt {i}", PARAMS)) for i in range(3)]
+        expected = [whole(await ask(llm, f"prompt {i}", PARAMS)) for i in range(3)]
     results: dict[int, object] = {}
     async with open_fake_llm(**restarting()) as llm:
 
         async def run(number: int) -> None:
-            results[number] = whole(await read(llm, f"prompt {number}", PARAMS))
+            results[number] = whole(await ask(llm, f"prompt {number}", PARAMS))
 
         await llm.pause_generation(mode="keep")
         async with trio.open_nursery() as nursery:
@@ -56,12 +57,12 @@ async def test_nobody_is_blamed_for_engines_that_die_while_paused(num_deaths: in
 @pytest.mark.parametrize("num_deaths", [1, 5])
 async def test_nobody_is_blamed_for_engines_that_die_asleep(num_deaths: int, autojump_clock: MockClock) -> None:
     async with open_fake_llm() as llm:
-        expected = whole(await read(llm, "prompt", PARAMS))
+        expected = whole(await ask(llm, "prompt", PARAMS))
     async with open_fake_llm(**restarting()) as llm:
         results: list[object] = []
 
         async def run() -> None:
-            results.append(whole(await read(llm, "prompt", PARAMS)))
+            results.append(whole(await ask(llm, "prompt", PARAMS)))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
@@ -81,7 +82,7 @@ async def test_a_pause_that_waits_goes_on_waiting_for_the_same_requests_in_the_n
     autojump_clock: MockClock,
 ) -> None:
     async with open_fake_llm() as llm:
-        expected = whole(await read(llm, "prompt", PARAMS))
+        expected = whole(await ask(llm, "prompt", PARAMS))
     order: list[str] = []
     async with open_fake_llm(**restarting()) as llm:
 

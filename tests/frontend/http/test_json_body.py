@@ -177,7 +177,7 @@ async def test_a_big_body_that_is_refused_is_a_400() -> None:
 
 @pytest.mark.parametrize("prompt", [[None] * 100, [[1], [None] * 100]])
 def test_a_prompt_longer_than_the_context_is_refused_by_its_length_alone(prompt: list[Any]) -> None:
-    # None is no id: whoever looked at the ids would complain of that.
+    # None is no id: code that looks at the ids would complain of that.
     with pytest.raises(PromptTooLongError, match="maximum context length is 100 tokens, but the prompt has 100"):
         parse_prompts(prompt, name="prompt", most=1024, max_model_len=100)
 

@@ -1,4 +1,4 @@
-"""The OpenAPI document: its schemas of requests judge bodies as the server does."""
+"""The OpenAPI document: its schemas judge requests as the server does, and describe what the server answers."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.support.fake_client import FakeClient
+from tests.support.http_server import Reply, open_server
 from tests.support.json_schema import find_problems, is_valid, keywords
-from trio_llm.errors import InvalidRequestError
+from trio_llm.errors import EngineGenerateError, InvalidRequestError
+from trio_llm.frontend.control.status import EngineState, EngineStatus
 from trio_llm.frontend.http.json_body import parse_json_object
 from trio_llm.frontend.http.openai.body import parse_body
 from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params
@@ -30,6 +33,8 @@ from trio_llm.frontend.http.openai.prompts import parse_prompts
 from trio_llm.frontend.http.openapi import openapi_document
 from trio_llm.frontend.http.server.timeouts import timeout_of
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.testing import open_fake_llm
 
 DOCUMENT: Final = openapi_document("1")
 SCHEMAS: Final = DOCUMENT["components"]["schemas"]
@@ -248,3 +253,113 @@ def test_the_pattern_of_request_ids_allows_what_a_header_can_hold(text: str, is_
     body = {**GOOD["ChatRequest"], "request_id": text + end}
 
     assert is_valid(body, SCHEMAS["ChatRequest"], SCHEMAS) == (is_an_id and not end) == is_read("ChatRequest", body)
+
+
+# --------------------------------------------------------------------------------------------- answers
+
+
+def operation(method: str, path: str) -> dict[str, Any]:
+    found: dict[str, Any] = DOCUMENT["paths"][path][method.lower()]
+    return found
+
+
+def check_answer(reply: Reply, method: str, path: str) -> None:
+    """The document describes all of this answer, and nothing that it does not have."""
+    responses = operation(method, path)["responses"]
+    content = responses.get("200" if reply.status == 200 else str(reply.status), responses["default"])["content"]
+    media_type = reply.headers["content-type"].partition(";")[0]
+    assert media_type in content
+    if media_type == "text/event-stream":
+        name = content[media_type]["x-event-data-schema"]["$ref"]
+        for chunk in reply.chunks:
+            schema = {"$ref": "#/components/schemas/Error"} if "error" in chunk else {"$ref": name}
+            assert list(find_problems(chunk, schema, SCHEMAS, is_closed=True)) == []
+    elif media_type == "application/json":
+        problems = list(find_problems(reply.json, content[media_type]["schema"], SCHEMAS, is_closed=True))
+        assert problems == []
+
+
+OPTIONS: Final[list[dict[str, Any]]] = [
+    {},
+    {"n": 2},
+    {"return_token_ids": True},
+    {"prompt_logprobs": 2},
+    {"max_tokens": 2},
+    {"return_tokens_as_token_ids": True, "logprobs": 2},
+    {"logprobs": 0},
+    {"echo": True},
+    {"echo": True, "logprobs": 2, "prompt_logprobs": 1, "return_token_ids": True},
+    {"echo": True, "max_tokens": 0, "logprobs": 1},
+    {"prompt": ["a", "b"], "n": 2},
+    {"stop": "b"},
+    {"stop_token_ids": [98]},
+    {"temperature": 9},
+    {"model": "another"},
+]
+
+
+@pytest.mark.parametrize("stream", [None, {}, {"include_usage": True, "continuous_usage_stats": True}], ids=str)
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_the_document_describes_generated_answers(path: str, stream: dict[str, Any] | None) -> None:
+    streaming = {} if stream is None else {"stream": True, "stream_options": stream}
+    async with open_fake_llm(answer="abc é") as llm, open_server(llm) as server:
+        for options in OPTIONS:
+            fields = {**options, **streaming}
+            if path == "/v1/chat/completions":
+                fields.pop("prompt", None)
+                fields.pop("echo", None)
+                if "logprobs" in fields:
+                    fields |= {"top_logprobs": fields["logprobs"], "logprobs": True}
+                reply = await server.chat(**fields)
+            else:
+                reply = await server.complete(**fields)
+            assert reply.status in (200, 400, 404)
+            check_answer(reply, "POST", path)
+
+
+async def test_the_document_describes_a_stream_that_fails() -> None:
+    async with open_server(FakeClient("a", EngineGenerateError("row failed"))) as server:
+        reply = await server.chat(stream=True)
+
+    assert "error" in reply.chunks[-1]
+    check_answer(reply, "POST", "/v1/chat/completions")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"input": ["a", "b"]}),
+        ("/v1/embeddings", {"input": "a", "encoding_format": "base64"}),
+        ("/v1/embeddings", {"input": ""}),
+        ("/pooling", {"input": [[1], [2]]}),
+        ("/pooling", {"input": "a", "encoding_format": "base64"}),
+        ("/pooling", {"input": "a", "task": "classify"}),
+        ("/score", {"text_1": "a", "text_2": ["a", "b"]}),
+    ],
+)
+async def test_the_document_describes_answers_with_vectors(path: str, fields: dict[str, Any]) -> None:
+    async with open_server(FakeClient()) as server:
+        check_answer(await server.call("POST", path, fields), "POST", path)
+
+
+@pytest.mark.parametrize("state", ["ready", "loading", "recovering", "asleep", "draining", "dead"])
+async def test_the_document_describes_what_is_read(state: EngineState) -> None:
+    client = FakeClient()
+    client.state = EngineStatus(state=state, phase="load", done=1, total=2, reason="because")
+    reads = {path for path, operations in DOCUMENT["paths"].items() if "get" in operations}
+    assert len(reads) == 8
+    async with open_server(client, metrics=PrometheusStatLogger("m"), served_model_names=("one",)) as server:
+        for path in reads:
+            check_answer(await server.call("GET", path.replace("{name}", "one")), "GET", path)
+
+
+def test_the_checker_finds_what_a_schema_excludes() -> None:
+    answer, error = ({"$ref": f"#/components/schemas/{name}"} for name in ("ChatCompletion", "Error"))
+    wrong: list[Any] = [{}, {"id": 1}, {"choices": [{}]}, []]
+    for one in wrong:
+        assert list(find_problems(one, answer, SCHEMAS, is_closed=True))
+    body = {"message": "m", "type": "t", "param": None, "code": 400}
+    assert list(find_problems({"error": body}, error, SCHEMAS, is_closed=True)) == []
+    assert list(find_problems({"error": body, "more": 1}, error, SCHEMAS, is_closed=True))
+    with pytest.raises(ValueError, match="does not know the keyword"):
+        list(find_problems(1, {"multipleOf": 2}, SCHEMAS))

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -162,19 +163,42 @@ async def test_streams_that_outlast_the_drain_end_with_a_proper_last_event(timeo
     assert client.running == []
 
 
-async def test_whole_answers_and_lists_that_outlast_the_drain_are_answered() -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "num_running"),
+    [
+        ("/v1/completions", {"prompt": ["x", "y"]}, 2),
+        ("/v1/completions", {"prompt": "x"}, 1),
+        (CHAT_PATH, CHAT, 1),
+    ],
+)
+async def test_whole_answers_that_outlast_the_drain_are_a_503_that_can_be_repeated(
+    path: str, body: dict[str, Any], num_running: int
+) -> None:
     client = FakeClient("a", HANG)
     async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
-        await connection.request("POST", "/v1/completions", {"prompt": ["x", "y"]})
+        await connection.request("POST", path, body)
         with trio.fail_after(BOUND_S):
-            while len(client.running) < 2:
+            while len(client.running) < num_running:
                 await trio.testing.wait_all_tasks_blocked()
         server.stop.set()
 
         reply = await connection.reply()
 
-    assert reply.status == 200
-    assert [choice["finish_reason"] for choice in reply.json["choices"]] == ["abort", "abort"]
+    assert (reply.status, reply.error["type"]) == (503, "server_error")
+    assert int(reply.headers["retry-after"]) > 0
+    assert "x-should-retry" not in reply.headers
+
+
+async def test_a_whole_answer_that_is_aborted_while_the_server_goes_on_is_an_answer() -> None:
+    client = FakeClient("a", HANG)
+    async with open_server(client) as server, server.connect() as connection:
+        await connection.request("POST", CHAT_PATH, {**CHAT, "request_id": "R"})
+        with trio.fail_after(BOUND_S):
+            await client.entered.wait()
+            client.abort("R")
+            reply = await connection.reply()
+
+    assert (reply.status, reply.json["choices"][0]["finish_reason"]) == (200, "abort")
 
 
 async def test_cancelling_the_server_aborts_what_runs() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.support.asking import ask
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import open_fake_llm
 from tests.support.stat_loggers import RecordingStatLogger
@@ -32,8 +33,7 @@ SHORT = SamplingParams(max_tokens=3)
 
 async def read(llm: AsyncLLM, prompt: list[int] = HELLO, params: SamplingParams = SHORT) -> int:
     """The number of outputs of a whole answer."""
-    async with llm.generate(prompt, params) as stream:
-        return len([output async for output in stream])
+    return len(await ask(llm, prompt, params))
 
 
 # ------------------------------------------------------------------------------------- the decision
@@ -229,7 +229,7 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
     async with open_fake_llm(step_s=0.1, engine={"max_num_queued_reqs": limit}) as fake:
         ends: list[str] = []
 
-        async def ask(prompt: str) -> None:
+        async def run(prompt: str) -> None:
             nonlocal most
             try:
                 async with fake.llm.generate(prompt, SHORT) as stream:
@@ -243,7 +243,7 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
         async with trio.open_nursery() as nursery:
             for number in range(30):
                 # Some prompts are long enough to become tokens in a worker thread, between the two looks at the limit.
-                nursery.start_soon(ask, "hello " * (1 + 100 * (number % 2)))
+                nursery.start_soon(run, "hello " * (1 + 100 * (number % 2)))
 
         assert most == limit
         assert ends.count("answered") == limit
@@ -255,7 +255,7 @@ async def test_counts_are_zero_after_the_death_of_the_engine(autojump_clock: Moc
     async with open_fake_llm(step_s=0.1, engine={"max_num_queued_reqs": 3, "max_num_seqs": 1}) as fake:
         ends: list[type[Exception]] = []
 
-        async def ask() -> None:
+        async def run() -> None:
             try:
                 await read(fake.llm, params=LONG)
             except (EngineDeadError, OverloadedError) as error:
@@ -263,7 +263,7 @@ async def test_counts_are_zero_after_the_death_of_the_engine(autojump_clock: Moc
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(ask)
+                nursery.start_soon(run)
             await wait_all_tasks_blocked()
             fake.core.kill("lost")
 

@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.support.asking import ask
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import FakeSetUp, open_fake_llm
 from trio_llm.errors import (
@@ -39,9 +40,7 @@ STEP_S = 0.1
 
 
 async def answer(llm: AsyncLLM, max_tokens: int = 3) -> None:
-    async with llm.generate(HELLO, SamplingParams(max_tokens=max_tokens)) as stream:
-        async for _ in stream:
-            pass
+    await ask(llm, HELLO, SamplingParams(max_tokens=max_tokens))
 
 
 # ------------------------------------------------------------------------------------------ the vector

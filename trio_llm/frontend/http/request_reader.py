@@ -16,6 +16,7 @@ from trio_llm.config import ServerConfig
 from trio_llm.errors import ModelNotFoundError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.answers.generation import RunningRequests
+from trio_llm.frontend.http.content_coding import decode_content, find_coding
 from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
 from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.http.openai.body import ModelRequest, RequestBody, parse_body
@@ -92,18 +93,25 @@ class RequestReader:
 
         Raises:
             InvalidRequestError: it is no JSON object, or not one that the model describes.
+            ContentCodingError: it is in a coding that is not known.
+            BodyTooLargeError: it is larger than the limit once it is decoded.
         """
         return parse_body(model, await self._json(http))
 
     async def _json(self, http: Request) -> dict[str, Any]:
         body = await http.body()
         content_type = http.headers.get("content-type")
-        if len(body) <= BIG_BODY_BYTES:
+        coding = find_coding(http.headers.getlist("content-encoding"))
+        if coding is None and len(body) <= BIG_BODY_BYTES:
             return parse_json_object(body, content_type)
+
+        def read() -> dict[str, Any]:
+            limit = self._config.max_body_bytes
+            decoded = body if coding is None else decode_content(body, coding, limit=limit)
+            return parse_json_object(decoded, content_type)
+
         # In a thread, streams get a turn at least between the passes over the body.
-        return await trio.to_thread.run_sync(
-            parse_json_object, body, content_type, limiter=self._big_bodies, abandon_on_cancel=True
-        )
+        return await trio.to_thread.run_sync(read, limiter=self._big_bodies, abandon_on_cancel=True)
 
     @property
     def model_names(self) -> tuple[str, ...]:

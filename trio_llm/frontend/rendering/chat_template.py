@@ -34,7 +34,7 @@ RESERVED_KWARGS: Final = frozenset(
 """Names that a request must not set through the extra variables of a template."""
 
 _CUT_MARK: Final = "\ue0f0trio_llm cuts here\ue0f1"
-"""Put behind the last message to find its end in the rendered text. Of the private use area: no text means it."""
+"""Stands behind the last message, to find its end in the rendered text. Its characters are for private use."""
 
 
 class ChatTemplate:
@@ -42,7 +42,7 @@ class ChatTemplate:
 
     Args:
         source: Jinja, in the dialect of transformers. None: the model has no template, and rendering says so.
-        tokens: what `bos_token` and `eos_token` stand for inside the template.
+        tokens: the texts of `bos_token` and `eos_token` inside the template.
 
     Raises:
         ValueError: `source` is not valid Jinja.
@@ -64,7 +64,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path, config: Mapping[str, Any]) -> ChatTemplate:
-        """Of a model directory: chat_template.jinja, else what tokenizer_config.json (`config`) has. Blocking.
+        """Read a model directory: chat_template.jinja, else the template of tokenizer_config.json (`config`). Blocking.
 
         Raises:
             EngineStartupError: there is one and it is not valid; one line that names the directory.
@@ -113,7 +113,7 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1]["content"] += _CUT_MARK
         variables = {
-            # What templates test for even if nobody gave any.
+            # Templates test for these even if there are none.
             "tools": None,
             "documents": None,
             **self._tokens,

@@ -91,7 +91,7 @@ class RequestBody(BaseModel):
     not_supported: ClassVar[Mapping[str, Neutral]] = {}
     """Fields that would change the answer and cannot be done, each with the values that change nothing."""
     rules: ClassVar[tuple[Schema, ...]] = ()
-    """What `check_together` says, as JSON Schema."""
+    """The conditions of `check_together`, as JSON Schema."""
 
     def check_together(self) -> None:
         """Raise InvalidRequestError for fields that do not go together."""

@@ -31,7 +31,7 @@ __all__ = [
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
-"""Of all prompts together."""
+"""Choices of one request, over all its prompts."""
 
 
 class CompletionRequest(CommonFields):

@@ -54,7 +54,6 @@ NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "guided_choice": only(),
     "guided_grammar": only(),
     "truncate_prompt_tokens": only(),
-    "return_tokens_as_token_ids": only(False),
     "return_prompt_text": only(False),
     "stream_interval": only(1),
     "repetition_detection": only(),
@@ -90,7 +89,7 @@ _LOGIT_BIAS: Final[Schema] = {
 
 
 class StreamOptions(RequestBody):
-    """What a stream carries besides text."""
+    """Things that a stream carries besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -131,6 +130,7 @@ class CommonFields(ModelRequest):
         dict[str, float] | None, Field(max_length=MAX_LOGIT_BIAS_TOKENS), WithJsonSchema(_LOGIT_BIAS)
     ] = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] = None
 
     def check_together(self) -> None:

@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 MAX_INPUTS: Final = 2048
-"""Vectors in one request: of `input`, or of both texts to compare."""
+"""Vectors in one request: for `input`, or for both texts to compare."""
 
 POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "dimensions": only(),
@@ -88,15 +88,15 @@ class ScoreRequest(VectorFields):
 
 
 def embedding_params(request: EmbeddingRequest) -> PoolingParams:
-    """What /v1/embeddings asks for. Raises InvalidRequestError."""
+    """The parameters of /v1/embeddings. Raises InvalidRequestError."""
     return _params(task="embed", pooling=request.pooling, normalize=request.normalize)
 
 
 def pooling_params(request: PoolingRequest, tasks: Collection[str]) -> PoolingParams:
-    """What /pooling asks for: without a task, classes from a model that has some, else embeddings.
+    """The parameters of /pooling. Without a task they ask for classes if the model has some, else for an embedding.
 
     Args:
-        tasks: of the model.
+        tasks: those of the served model.
 
     Raises:
         InvalidRequestError: a value is wrong, or does not go with the task.
@@ -106,7 +106,7 @@ def pooling_params(request: PoolingRequest, tasks: Collection[str]) -> PoolingPa
 
 
 def score_params(request: ScoreRequest) -> PoolingParams:
-    """What /score compares. Raises InvalidRequestError."""
+    """The parameters of /score. Raises InvalidRequestError."""
     return _params(task="embed", pooling=request.pooling)
 
 
@@ -114,7 +114,7 @@ def pair_up(request: ScoreRequest) -> tuple[list[str], list[str]]:
     """Both sides of a comparison, each with as many texts as were sent: one, or as many as on the other side.
 
     Raises:
-        InvalidRequestError: they are no such texts, or too many.
+        InvalidRequestError: a side has something else, or both have too many.
     """
     first, second = _texts("text_1", request.text_1), _texts("text_2", request.text_2)
     if len(first) != 1 and len(first) != len(second):
