@@ -19,9 +19,9 @@ import trio.testing
 
 from tests.support.request_checks import open_checked_llm
 from trio_llm.errors import TrioLLMError
-from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.library.bulk import MapResults
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.requests.stream import RequestStream
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.testing import FakeLLM
 

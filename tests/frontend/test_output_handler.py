@@ -232,3 +232,25 @@ async def test_a_gap_in_one_request_kills_the_engine(up: HandlerSetUp) -> None:
     assert (await live.collector.receive()).outputs[0].token_ids == [1]
     with pytest.raises(EngineDeadError, match="has 1 tokens and got a row that starts at 3"):
         await live.collector.receive()
+
+
+async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_messages(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trio_llm.frontend.output_handler._SLICE_ROWS", 1)
+    cores = [ScriptedCore(index) for index in range(2)]
+    engines = [Engine(index, core, EngineConfig()) for index, core in enumerate(cores)]
+    recorder = StatisticsRecorder([], num_engines=2)
+    registry = RequestRegistry(engines, recorder, AdmissionLedger(AdmissionLimits()))
+    registry.processor = OutputProcessor(Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table)
+    params = SamplingParams(max_tokens=9, seed=1)
+    requests = [registry.submit(EngineCoreRequest(f"r-{i}", [1], params), f"r-{i}", 0.0) for i in range(6)]
+    for index, core in enumerate(cores):
+        for step in range(2):
+            rows = [a_row(f"r-{i}", step, 65) for i in range(index, 6, 2)]
+            core.say(EngineCoreOutputs(1, step + 1, 0.0, rows, engine_index=index, weight_version=f"of {index}"))
+        nursery.start_soon(OutputHandler(engines[index], registry, recorder, KVEventHub(2)).run)
+    await wait_all_tasks_blocked()
+
+    versions = {(request.engine_index, request.state.weight_version) for request in requests}
+    assert versions == {(0, "of 0"), (1, "of 1")}

@@ -20,7 +20,6 @@ from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.frontend.text.detokenizer import TokenTable
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, PoolingOutput, RequestOutput, TokenLogprobs
@@ -212,10 +211,6 @@ class FakeClient(EngineClient):
     def _check_loaded(self) -> None:
         if self.state.state == "loading":
             raise EngineUnavailableError("the engine is loading", retry_after_s=3)
-
-    @property
-    def input_processor(self) -> InputProcessor:
-        raise NotImplementedError
 
     def generate(
         self,

@@ -6,7 +6,7 @@ Implements `EngineClient` over one `Engine` per core client. The nursery of its 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,12 +28,11 @@ from trio_llm.frontend.control.engine import Engine
 from trio_llm.frontend.control.engine_control import EngineControl
 from trio_llm.frontend.control.status import EngineStatus, pick_best
 from trio_llm.frontend.core_client.base import CoreClient
-from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
+from trio_llm.frontend.library.library import LibraryCalls
 from trio_llm.frontend.output_handler import OutputHandler
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
-from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor, make_external_id
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.pooling import result_of
@@ -67,7 +66,7 @@ class _LoadedModel:
     input_processor: InputProcessor
 
 
-class AsyncLLM(ControlCalls, EngineClient):
+class AsyncLLM(ControlCalls, LibraryCalls):
     """Engines in this process' care. Made by `open_llm()` only.
 
     Args:
@@ -143,12 +142,7 @@ class AsyncLLM(ControlCalls, EngineClient):
             priority=priority,
             cache_salt=cache_salt,
         )
-        admit: Callable[[], Awaitable[InFlightRequest]]
-        if not isinstance(prompt, str | list) and isinstance(prompt, AsyncIterable):
-            admit = partial(self._admit_session, prompt, spec)
-        else:
-            admit = partial(self._submitter.admit, prompt, spec)
-        return GenerateStream(spec.external_id, admit, self._registry.leave, self._registry.resubmit)
+        return self._submitter.open_stream(prompt, spec)
 
     async def encode(
         self,
@@ -162,24 +156,24 @@ class AsyncLLM(ControlCalls, EngineClient):
         spec = RequestSpec(
             external_id=make_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority
         )
-        admit = partial(self._submitter.admit, prompt, spec)
-        async with GenerateStream(spec.external_id, admit, self._registry.leave, self._registry.resubmit) as stream:
+        async with self._submitter.open_stream(prompt, spec) as stream:
             output = await anext(stream)
         return result_of(output, is_draining=self._submitter.is_draining)
-
-    async def _admit_session(self, inputs: AsyncIterable[StreamingInput], spec: RequestSpec) -> InFlightRequest:
-        return await self._submitter.admit_session(inputs, spec)
 
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         return sum(self._registry.abort(request_id) for request_id in ids)
 
     def check_admission(self) -> None:
+        self.check_accepting()
+        self._registry.check_admission()
+
+    def check_accepting(self) -> None:
+        """Raise what `check_admission` raises, whatever the load is."""
         if self._submitter.is_draining and self.dead_error is None:
             raise EngineUnavailableError("the server is shutting down and takes no new requests")
         self._check_ready()
         self._control.check_awake()
-        self._registry.check_admission()
 
     # ----------------------------------------------------------------------------------------- state
 

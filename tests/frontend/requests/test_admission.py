@@ -23,6 +23,7 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits, find_overload
 from trio_llm.sampling import SamplingParams
 
@@ -185,6 +186,68 @@ async def test_whoever_asks_before_the_costly_part_is_refused_at_once() -> None:
                 fake.llm.check_admission()
             assert fake.llm.is_running
         assert refusals.rejections == ["max_num_queued_reqs"]
+
+
+async def test_nothing_is_rendered_for_a_request_that_is_refused_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Renderer, *args: object, **options: object) -> list[int]:
+        raise AssertionError("it was rendered")
+
+    async with open_fake_llm(engine={"max_num_queued_reqs": 1}) as fake:
+        async with fake.llm.generate(HELLO, LONG):
+            monkeypatch.setattr(Renderer, "render_prompt", fail)
+            monkeypatch.setattr(Renderer, "render_bad_words", fail)
+            for prompt, params in (("Hello", SHORT), (HELLO, SamplingParams(bad_words=("x",)))):
+                with pytest.raises(QueueFullError):
+                    async with fake.llm.generate(prompt, params):
+                        pass
+        await fake.assert_nothing_is_left()
+
+
+async def test_the_load_is_asked_for_once_for_token_ids_and_once_more_before_text_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_llm() as fake:
+        num_asked, check = 0, AdmissionLedger.check
+
+        def count(ledger: AdmissionLedger, **fields: int) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            check(ledger, **fields)
+
+        monkeypatch.setattr(AdmissionLedger, "check", count)
+        asked = []
+        for prompt in (HELLO, "Hello"):
+            num_asked = 0
+            async with fake.llm.generate(prompt, SHORT):
+                asked.append(num_asked)
+
+        assert asked == [1, 2]
+
+
+async def test_ids_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(Renderer, "render_prompt", fail)
+    async with open_fake_llm() as fake:
+        assert await read(fake.llm) > 0
+
+
+async def test_a_request_whose_engine_died_while_its_text_was_rendered_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_llm() as fake:
+
+        async def render_late(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+            fake.llm.kill()
+            await fake.llm.wait_dead()
+            return HELLO
+
+        monkeypatch.setattr(Renderer, "render_prompt", render_late)
+        with pytest.raises(EngineDeadError):
+            async with fake.llm.generate("Hello", SHORT):
+                pass
+        await fake.llm.wait_idle()
 
 
 async def test_a_request_whose_reader_has_left_counts_until_the_engine_has_confirmed_it() -> None:

@@ -11,9 +11,9 @@ from tests.support.asking import ask
 from tests.support.fake_llm import open_fake_llm
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.requests.stream import RequestStream
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 
 PROMPT = list(range(70))

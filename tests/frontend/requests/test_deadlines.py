@@ -103,6 +103,7 @@ async def test_what_is_past_its_deadline_while_it_waits_is_dropped_and_never_com
     async with open_fake_llm(step_s=STEP_S, engine=ONE_AT_A_TIME) as fake, AsyncExitStack() as stack:
         engine = Engine(fake, monkeypatch)
         first = await stack.enter_async_context(fake.llm.generate(HELLO, blocking(20), request_id="first"))
+        await anext(first)  # it runs
         await enter_within(2, stack, fake.llm.generate(HELLO, SHORT, request_id="second"))
         assert await engine.num_waiting() == 1
 

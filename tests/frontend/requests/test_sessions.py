@@ -21,8 +21,8 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.requests.stream import RequestStream
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import Continue, EngineCoreRequest, ToEngine

@@ -13,7 +13,7 @@ import trio
 from starlette.responses import Response
 
 from trio_llm.errors import EngineUnavailableError
-from trio_llm.frontend.http.answers.assembly import Choice, Event, Usage, whole_choices
+from trio_llm.frontend.http.answers.assembly import TEXT_ONLY, Choice, Event, Usage, whole_choices
 from trio_llm.frontend.http.answers.generation import Generation
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, param_names
@@ -62,7 +62,7 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         request_id=call.request_id,
         cache_salt=request.cache_salt,
         timeout=call.timeout,
-        contents=chat_contents(request, token_ids),
+        contents=chat_contents(request, token_ids) if request.repeats_prompt else TEXT_ONLY,
         param_names=param_names(request),
     )
     head, name_token = call.head("chatcmpl"), _name_token(request)

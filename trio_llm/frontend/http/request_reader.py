@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import trio
 from starlette.requests import Request
@@ -52,7 +52,9 @@ class RequestReader:
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self._client = client
-        self._config = config
+        self._max_body_bytes = config.max_body_bytes
+        self.model_names: Final = model_names(client.config, config)
+        """The served names; the first one is the main one."""
         # One at a time: parsing holds the interpreter lock, so that two would only take turns.
         self._big_bodies = trio.CapacityLimiter(1)
 
@@ -101,22 +103,17 @@ class RequestReader:
     async def _json(self, http: Request) -> dict[str, Any]:
         body = await http.body()
         content_type = http.headers.get("content-type")
-        coding = find_coding(http.headers.getlist("content-encoding"))
+        codings = http.headers.getlist("content-encoding")
+        coding = find_coding(codings) if codings else None
         if coding is None and len(body) <= BIG_BODY_BYTES:
             return parse_json_object(body, content_type)
 
         def read() -> dict[str, Any]:
-            limit = self._config.max_body_bytes
-            decoded = body if coding is None else decode_content(body, coding, limit=limit)
+            decoded = body if coding is None else decode_content(body, coding, limit=self._max_body_bytes)
             return parse_json_object(decoded, content_type)
 
         # In a thread, streams get a turn at least between the passes over the body.
         return await trio.to_thread.run_sync(read, limiter=self._big_bodies, abandon_on_cancel=True)
-
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The served names; the first one is the main one."""
-        return model_names(self._client.config, self._config)
 
     def model_name(self, asked: str | None) -> str:
         """The served name that a request uses; the first one if it names none.

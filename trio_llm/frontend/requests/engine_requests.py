@@ -75,6 +75,12 @@ class EngineRequests:
         """This engine's unfinished requests, in order of arrival."""
         return (request for request in self._in_flight.values() if request.engine_index == self.link.index)
 
+    @property
+    def num_expected(self) -> int:
+        """Requests that the engine has and owes an answer."""
+        owed = RequestStatus.SENT, RequestStatus.ABORTING
+        return sum(request.state.status in owed for request in self)
+
     def send(self, request: InFlightRequest, message: EngineCoreRequest | Continue) -> None:
         """Send a request, or let it wait for the next incarnation if there is none now.
 

@@ -73,8 +73,7 @@ class RequestRegistry:
 
     def num_expected(self, engine_index: int) -> int:
         """Requests that this engine has and owes an answer."""
-        owed = RequestStatus.SENT, RequestStatus.ABORTING
-        return sum(request.state.status in owed for request in self._engines[engine_index])
+        return self._engines[engine_index].num_expected
 
     def num_in_flight(self, engine_index: int) -> int:
         """Requests of this engine, those whose reader has left included."""
@@ -102,9 +101,7 @@ class RequestRegistry:
     # -------------------------------------------------------------------------------------- arriving
 
     def submit(self, request: EngineCoreRequest, external_id: str, arrived_s: float) -> InFlightRequest:
-        """Register and queue what an engine has to compute for a request, which may ask for several choices.
-
-        Everything is registered before anything is sent, and all of it is queued or nothing is left.
+        """Register a request, which may ask for several choices, and queue all of it for an engine or leave nothing.
 
         Returns:
             The request, with n > 1 its first child: it stands for the whole answer.
@@ -189,11 +186,7 @@ class RequestRegistry:
             )
 
     def end_session(self, session: InFlightRequest, reason: FinishReason) -> RequestOutput | None:
-        """No input follows: the engine forgets the session.
-
-        Returns:
-            The last output for its reader; None if it was over before.
-        """
+        """No input follows: the engine forgets the session. Returns the last output; None if it was over before."""
         if not session.is_unfinished:
             return None
         assert self.processor is not None
@@ -234,11 +227,8 @@ class RequestRegistry:
     def mark_family_aborted(self, state: RequestState, *, reason: FinishReason = "abort") -> list[RequestState]:
         """This request and the other choices of its answer are over for their reader.
 
-        Args:
-            reason: the finish reason that this one counts with; the others are aborted.
-
-        Returns:
-            Those that an engine has and that were not over: for `end_in_engine`.
+        `reason` is what this one counts with; the others count as aborted. Returns those that were not over and that an
+        engine has, for `end_in_engine`.
         """
         return [
             member.state
@@ -353,8 +343,6 @@ class RequestRegistry:
             self._ledger.remove(state)
         requests.num_in_flight = 0
         self._wake_idle_waiters()
-
-    # ------------------------------------------------------------------------------------------ idle
 
     async def wait_idle(self) -> None:
         """Wait until no request is unfinished, in the engines neither. Cancellation: safe."""

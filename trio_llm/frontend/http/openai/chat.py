@@ -72,6 +72,11 @@ class ChatRequest(CommonFields):
             )
 
     @property
+    def repeats_prompt(self) -> bool:
+        """The answer has something of the prompt: its ids, or its log-probabilities."""
+        return bool(self.return_token_ids) or self.prompt_logprobs is not None
+
+    @property
     def adds_generation_prompt(self) -> bool:
         """The template opens the assistant's turn."""
         if self.add_generation_prompt is None:

@@ -27,8 +27,6 @@ def chat_contents(request: ChatRequest, token_ids: list[int]) -> AnswerContents:
     """
     if request.prompt_logprobs is not None:
         check_num_scores("prompt_logprobs", len(token_ids), request.prompt_logprobs)
-    if request.prompt_logprobs is None and not request.return_token_ids:
-        return TEXT_ONLY
     return AnswerContents(
         prompts=[PromptEcho(token_ids=token_ids, text="", first_token="")],
         with_token_ids=bool(request.return_token_ids),
