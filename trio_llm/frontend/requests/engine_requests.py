@@ -38,6 +38,11 @@ class EngineLink(Protocol):
         """False from the death of an incarnation until the next one is ready. Nothing is sent meanwhile."""
         ...
 
+    @property
+    def is_dead(self) -> bool:
+        """No other incarnation follows the last one."""
+        ...
+
     def can_run(self, *, has_begun: bool) -> bool:
         """The engine is free to work for a request: not asleep, and not paused for requests that have begun or not."""
         ...
@@ -59,7 +64,7 @@ class EngineRequests:
     """
 
     def __init__(self, link: EngineLink, recorder: EngineRecorder, in_flight: Mapping[str, InFlightRequest]) -> None:
-        self._link = link
+        self.link = link
         self._in_flight = in_flight
         self._resumption = Resumption[RequestState]()
         self.recorder = recorder
@@ -68,7 +73,7 @@ class EngineRequests:
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         """This engine's unfinished requests, in order of arrival."""
-        return (request for request in self._in_flight.values() if request.engine_index == self._link.index)
+        return (request for request in self._in_flight.values() if request.engine_index == self.link.index)
 
     @property
     def num_expected(self) -> int:
@@ -83,8 +88,8 @@ class EngineRequests:
             CodecError: it has no form on the wire.
         """
         state = request.state
-        if self._link.is_up:
-            self._link.send_nowait(message)
+        if self.link.is_up:
+            self.link.send_nowait(message)
             state.mark_sent()
             return
         encode(message)  # the caller gets the error now; `on_ready` sends it
@@ -144,7 +149,7 @@ class EngineRequests:
     def abort(self, request_ids: list[str]) -> None:
         """Let the engine forget requests that it has."""
         if request_ids:
-            self._link.send_nowait(Abort(request_ids))
+            self.link.send_nowait(Abort(request_ids))
 
     def record_tokens(self, request: InFlightRequest, count: int, now_s: float) -> None:
         """A row brought tokens for the reader."""
@@ -206,7 +211,7 @@ class EngineRequests:
         unsent = {request.state for request in requests if request.state.status is RequestStatus.UNSENT}
         has_any = any(request.state.status in (RequestStatus.SENT, RequestStatus.ABORTING) for request in requests)
         suspects, on_trial = self._resumption.suspects, self._resumption.on_trial
-        if self._link.is_up:
+        if self.link.is_up:
             assert unsent == set(suspects), "what is not sent waits for a trial"
             assert on_trial is not None or not suspects, "suspects wait, and none is tried"
         else:

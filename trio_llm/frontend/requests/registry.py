@@ -42,8 +42,8 @@ class RequestRegistry:
     Args:
         engines: at least one, in the order of their indices.
         ledger: counts the requests that are in here.
-        choose_engine: gives the index of the engine for a new request. None: the engine with the fewest unfinished
-            requests, and of these the first one.
+        choose_engine: gives the index of the engine for a new request. None: of the engines that are up, the one with
+            the fewest unfinished requests, and of these the first one.
     """
 
     def __init__(
@@ -91,7 +91,12 @@ class RequestRegistry:
             engine.check()
 
     def _least_busy(self) -> int:
-        return min(range(len(self._engines)), key=lambda index: self._engines[index].num_in_flight)
+        """An engine that is up, if there is one; else one that will be."""
+        alive = [index for index, engine in enumerate(self._engines) if not engine.link.is_dead]
+        return min(
+            alive or range(len(self._engines)),
+            key=lambda index: (not self._engines[index].link.is_up, self._engines[index].num_in_flight),
+        )
 
     # -------------------------------------------------------------------------------------- arriving
 
