@@ -12,17 +12,15 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.chat import _CHAT_NOT_SUPPORTED, MAX_TEMPLATE_KWARGS, ChatRequest, parse_chat_request
+from trio_llm.frontend.http.openai.body import Neutral, parse_body
+from trio_llm.frontend.http.openai.chat import MAX_TEMPLATE_KWARGS, ChatRequest
 from trio_llm.frontend.http.openai.completions import (
-    _COMPLETION_NOT_SUPPORTED,
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
     MAX_PROMPTS,
     CompletionRequest,
-    parse_completion_request,
 )
-from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, Neutral
-from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields
 from trio_llm.frontend.http.openai.pooling import (
     MAX_INPUTS,
     POOLING_NOT_SUPPORTED,
@@ -31,6 +29,7 @@ from trio_llm.frontend.http.openai.pooling import (
     ScoreRequest,
     VectorFields,
 )
+from trio_llm.frontend.http.openapi import openapi_document
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS, MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
@@ -94,8 +93,8 @@ def test_the_tables_of_supported_fields_are_the_request_models(title: str, expec
     ("path", "expected"),
     [
         ("both", set(NOT_SUPPORTED)),
-        ("chat", set(_CHAT_NOT_SUPPORTED) - set(NOT_SUPPORTED)),
-        ("completions", set(_COMPLETION_NOT_SUPPORTED) - set(NOT_SUPPORTED)),
+        ("chat", set(ChatRequest.not_supported) - set(NOT_SUPPORTED)),
+        ("completions", set(CompletionRequest.not_supported) - set(NOT_SUPPORTED)),
     ],
 )
 def test_the_table_of_refused_fields_is_the_code_s(path: str, expected: set[str]) -> None:
@@ -108,17 +107,17 @@ def test_a_refused_field_is_accepted_with_the_values_of_the_page_alone(
 ) -> None:
     tables: list[Mapping[str, Neutral]] = []
     if where in ("both", "chat"):
-        tables.append(_CHAT_NOT_SUPPORTED)
+        tables.append(ChatRequest.not_supported)
     if where in ("both", "completions"):
-        tables.append(_COMPLETION_NOT_SUPPORTED)
+        tables.append(CompletionRequest.not_supported)
 
     for table in tables:
-        assert table[name](None)
-        assert all(table[name](value) for value in accepted)
+        assert table[name].accepts(None)
+        assert all(table[name].accepts(value) for value in accepted)
         others = [True, False, -1, 0, 1, 2, "", "none", "auto", "required", [], ["a"], {}, {"a": 1}, {"type": "text"}]
         for value in others:
             is_listed = any(type(one) is type(value) and one == value for one in accepted)
-            assert table[name](value) == is_listed, value
+            assert table[name].accepts(value) == is_listed, value
 
 
 def test_the_fields_of_vectors_are_those_of_the_request_models() -> None:
@@ -145,7 +144,7 @@ def test_the_fields_of_vectors_are_those_of_the_request_models() -> None:
         others: list[Any] = [True, False, -1, 0, 1, "", "native", "little", "float32", "big", [], {}, {"a": 1}]
         for value in [None, *others]:
             is_listed = value is None or any(type(one) is type(value) and one == value for one in values)
-            assert POOLING_NOT_SUPPORTED[name](value) == is_listed, (name, value)
+            assert POOLING_NOT_SUPPORTED[name].accepts(value) == is_listed, (name, value)
 
 
 def test_the_limits_of_the_page_are_the_code_s() -> None:
@@ -182,13 +181,13 @@ def test_the_ignored_fields_of_the_page_are_ignored() -> None:
     assert len(names) > 5
     extra = {name: ["any", "thing"] for name in names}
 
-    assert parse_chat_request({**CHAT, **extra}) == parse_chat_request(CHAT)
-    assert parse_completion_request({**COMPLETION, **extra}) == parse_completion_request(COMPLETION)
+    assert parse_body(ChatRequest, {**CHAT, **extra}) == parse_body(ChatRequest, CHAT)
+    assert parse_body(CompletionRequest, {**COMPLETION, **extra}) == parse_body(CompletionRequest, COMPLETION)
 
 
 def test_a_field_that_is_refused_names_itself() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_chat_request({**CHAT, "best_of": 2})
+        parse_body(ChatRequest, {**CHAT, "best_of": 2})
 
     assert caught.value.param == "best_of"
 

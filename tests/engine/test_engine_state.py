@@ -7,7 +7,15 @@ from typing import get_args
 import pytest
 
 from trio_llm.engine.device import WeightsLocation
-from trio_llm.engine.engine_state import PAUSES, SLEEP_STATES, ControlMachine, Pause, PauseEvent, SleepEvent, SleepState
+from trio_llm.engine.engine_state import (
+    PAUSES,
+    SLEEP_STATES,
+    EngineControlState,
+    Pause,
+    PauseEvent,
+    SleepEvent,
+    SleepState,
+)
 
 
 def test_each_table_knows_every_state() -> None:
@@ -15,61 +23,61 @@ def test_each_table_knows_every_state() -> None:
     assert set(PAUSES) == set(Pause)
 
 
-@pytest.mark.parametrize("residence", SleepState)
+@pytest.mark.parametrize("sleep_state", SleepState)
 @pytest.mark.parametrize("event", get_args(SleepEvent))
-def test_a_second_equal_call_changes_nothing(residence: SleepState, event: SleepEvent) -> None:
-    machine = ControlMachine(residence=residence)
-    machine.residence = machine.sleep_state_after(event)
+def test_a_second_equal_call_changes_nothing(sleep_state: SleepState, event: SleepEvent) -> None:
+    state = EngineControlState(sleep_state=sleep_state)
+    state.sleep_state = state.sleep_state_after(event)
 
-    assert machine.sleep_state_after(event) is machine.residence
+    assert state.sleep_state_after(event) is state.sleep_state
 
 
 @pytest.mark.parametrize("pause", Pause)
 @pytest.mark.parametrize("event", get_args(PauseEvent))
 def test_a_second_equal_pause_changes_nothing(pause: Pause, event: PauseEvent) -> None:
-    machine = ControlMachine(pause=pause)
-    machine.pause = machine.pause_after(event)
+    state = EngineControlState(pause=pause)
+    state.pause = state.pause_after(event)
 
-    assert machine.pause_after(event) is machine.pause
+    assert state.pause_after(event) is state.pause
 
 
-@pytest.mark.parametrize("residence", SleepState)
+@pytest.mark.parametrize("sleep_state", SleepState)
 @pytest.mark.parametrize("order", [("wake weights", "wake kv_cache"), ("wake kv_cache", "wake weights")])
-def test_waking_both_parts_wakes_from_every_state(residence: SleepState, order: tuple[SleepEvent, ...]) -> None:
-    machine = ControlMachine(residence=residence)
+def test_waking_both_parts_wakes_from_every_state(sleep_state: SleepState, order: tuple[SleepEvent, ...]) -> None:
+    state = EngineControlState(sleep_state=sleep_state)
     for event in order:
-        machine.residence = machine.sleep_state_after(event)
+        state.sleep_state = state.sleep_state_after(event)
 
-    assert machine.residence is SleepState.AWAKE
+    assert state.sleep_state is SleepState.AWAKE
 
 
-@pytest.mark.parametrize("residence", SleepState)
-def test_after_sleep_there_is_no_cache_and_dropped_weights_are_not_in_host_memory(residence: SleepState) -> None:
-    machine = ControlMachine(residence=residence)
-    was_dropped = residence.weights is WeightsLocation.DROPPED
+@pytest.mark.parametrize("sleep_state", SleepState)
+def test_after_sleep_there_is_no_cache_and_dropped_weights_are_not_in_host_memory(sleep_state: SleepState) -> None:
+    state = EngineControlState(sleep_state=sleep_state)
+    was_dropped = sleep_state.weights is WeightsLocation.DROPPED
 
-    first, second = machine.sleep_state_after("sleep 1"), machine.sleep_state_after("sleep 2")
+    first, second = state.sleep_state_after("sleep 1"), state.sleep_state_after("sleep 2")
 
     assert not first.has_cache
     assert first.weights is (WeightsLocation.DROPPED if was_dropped else WeightsLocation.HOST)
     assert (second.has_cache, second.weights, second.level) == (False, WeightsLocation.DROPPED, 2)
 
 
-@pytest.mark.parametrize("residence", SleepState)
-def test_waking_a_part_touches_that_part_alone(residence: SleepState) -> None:
-    machine = ControlMachine(residence=residence)
+@pytest.mark.parametrize("sleep_state", SleepState)
+def test_waking_a_part_touches_that_part_alone(sleep_state: SleepState) -> None:
+    state = EngineControlState(sleep_state=sleep_state)
 
-    assert machine.sleep_state_after("wake weights").has_cache == residence.has_cache
-    assert machine.sleep_state_after("wake weights").weights is WeightsLocation.DEVICE
-    assert machine.sleep_state_after("wake kv_cache").weights is residence.weights
-    assert machine.sleep_state_after("wake kv_cache").has_cache
+    assert state.sleep_state_after("wake weights").has_cache == sleep_state.has_cache
+    assert state.sleep_state_after("wake weights").weights is WeightsLocation.DEVICE
+    assert state.sleep_state_after("wake kv_cache").weights is sleep_state.weights
+    assert state.sleep_state_after("wake kv_cache").has_cache
 
 
-@pytest.mark.parametrize("residence", SleepState)
+@pytest.mark.parametrize("sleep_state", SleepState)
 @pytest.mark.parametrize("pause", Pause)
-def test_steps_run_only_with_all_awake_and_not_in_a_pause_that_keeps(residence: SleepState, pause: Pause) -> None:
-    machine = ControlMachine(residence=residence, pause=pause)
+def test_steps_run_only_with_all_awake_and_not_in_a_pause_that_keeps(sleep_state: SleepState, pause: Pause) -> None:
+    state = EngineControlState(sleep_state=sleep_state, pause=pause)
 
-    assert machine.may_step == (residence is SleepState.AWAKE and pause is not Pause.KEEP)
-    assert machine.admits_new == (pause is Pause.RUNNING)
-    assert machine.describe()["sleep_level"] == residence.level
+    assert state.may_step == (sleep_state is SleepState.AWAKE and pause is not Pause.KEEP)
+    assert state.admits_new == (pause is Pause.RUNNING)
+    assert state.describe()["sleep_level"] == sleep_state.level

@@ -40,7 +40,7 @@ class Watched(FakeExecutor):
     def launch(self, plan: StepPlan) -> LaunchedStep:
         assert 0 < plan.num_tokens <= self.config.max_num_batched_tokens
         assert len(plan.chunks) <= self.config.max_num_seqs
-        first = next(iter(self.scheduler._running))
+        first = next(iter(self.scheduler._sequences.running))
         assert first.num_in_flight > 0, "the first of all was passed over"
         for chunk in plan.chunks:
             request_id = chunk.sequence.request_id

@@ -1,4 +1,4 @@
-"""Utilities: the engine's method table. What a front end may call by name, with plain data, and nothing else.
+"""ControlCalls: the engine's method table. What a front end may call by name, with plain data, and nothing else.
 
 Owned by EngineCore, which sees to it that no step is in flight where a method needs that. Imports no torch.
 """
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Final, get_args
 
 from trio_llm.engine.device import DeviceLostError
-from trio_llm.engine.engine_state import PARTS, ControlMachine, Pause, PauseEvent, SleepEvent, SleepState
+from trio_llm.engine.engine_state import PARTS, EngineControlState, Pause, PauseEvent, SleepEvent, SleepState
 from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.errors import EngineStartupError, InvalidRequestError, NotSupportedError
 from trio_llm.wire.messages import EngineCoreOutput, PlainValue, UtilityCall, UtilityResult
 
-__all__ = ["BETWEEN_STEPS", "Utilities", "UtilityValue"]
+__all__ = ["BETWEEN_STEPS", "ControlCalls", "UtilityValue"]
 
 UtilityValue = PlainValue | list[PlainValue] | dict[str, PlainValue]
 
@@ -27,7 +27,7 @@ BETWEEN_STEPS: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update
 _MAX_VERSION_CHARS: Final = 256
 
 
-class Utilities:
+class ControlCalls:
     """Carries out calls, one at a time, and keeps the control state.
 
     Args:
@@ -38,7 +38,7 @@ class Utilities:
     def __init__(
         self, executor: Executor, scheduler: Scheduler, *, num_sent: Callable[[], int], profile_dir: str | None
     ) -> None:
-        self.state = ControlMachine()
+        self.state = EngineControlState()
         self._executor = executor
         self._scheduler = scheduler
         self._num_sent = num_sent
@@ -169,10 +169,10 @@ class Utilities:
         if isinstance(level, bool) or level not in (1, 2):
             raise InvalidRequestError(f"the sleep level must be 1 or 2, not {level!r}", "level")
         event: SleepEvent = "sleep 1" if level == 1 else "sleep 2"
-        if self.state.sleep_state_after(event) is not self.state.residence:
+        if self.state.sleep_state_after(event) is not self.state.sleep_state:
             # Whoever runs would find other things in its blocks, or none.
             self._scheduler.preempt_all()
-            self._change_residence(event)
+            self._change_sleep_state(event)
         return self.state.describe()
 
     def _wake_up(self, *parts: PlainValue) -> dict[str, PlainValue]:
@@ -182,14 +182,14 @@ class Utilities:
         for part in PARTS:
             # One after the other: if the second fails, the first is awake, and the state says so.
             if part in (parts or PARTS):
-                self._change_residence(events[part])
+                self._change_sleep_state(events[part])
         return self.state.describe()
 
-    def _change_residence(self, event: SleepEvent) -> None:
-        residence = self.state.sleep_state_after(event)
-        if residence is not self.state.residence:
-            self._executor.move(residence.weights, has_cache=residence.has_cache)
-            self.state.residence = residence
+    def _change_sleep_state(self, event: SleepEvent) -> None:
+        sleep_state = self.state.sleep_state_after(event)
+        if sleep_state is not self.state.sleep_state:
+            self._executor.move(sleep_state.weights, has_cache=sleep_state.has_cache)
+            self.state.sleep_state = sleep_state
 
     def _pause(self, mode: PlainValue, clears_cache: PlainValue) -> dict[str, PlainValue]:
         events: dict[PlainValue, PauseEvent] = {
@@ -222,7 +222,7 @@ class Utilities:
             raise InvalidRequestError(f"version must be a string of 1 to {_MAX_VERSION_CHARS} characters", "version")
         if not isinstance(path, str) or not path or not _is_folder(path):
             raise InvalidRequestError(f"path {path!r} is not a directory with weights in Hugging Face form", "path")
-        if self.state.residence not in (SleepState.AWAKE, SleepState.ONLY_WEIGHTS):
+        if self.state.sleep_state not in (SleepState.AWAKE, SleepState.ONLY_WEIGHTS):
             raise InvalidRequestError("the weights are asleep; call wake_up with the tag weights before")
         try:
             self._executor.update_weights(Path(path))

@@ -7,17 +7,17 @@ tests drive it directly.
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 from trio_llm.config import EngineConfig
-from trio_llm.engine.control_calls import BETWEEN_STEPS, Utilities
+from trio_llm.engine.control_calls import BETWEEN_STEPS, ControlCalls
 from trio_llm.engine.executor.base import Executor, LaunchedStep
+from trio_llm.engine.request_checks import find_input_problem, find_request_problem
 from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits
-from trio_llm.engine.scheduling.pooling import find_task_problem
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import StepPlan
-from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
     Abort,
     Ack,
@@ -37,20 +37,27 @@ from trio_llm.wire.messages import (
 __all__ = ["EngineCore"]
 
 
+class _Source(NamedTuple):
+    """Whom messages come from."""
+
+    epoch: int
+    engine_index: int
+
+
 class EngineCore:
     """Scheduler and executor behind the wire's messages.
 
     Args:
         executor: a loaded model.
         config: budget, sequences and credit.
-        epoch: count of this incarnation, put into every message.
+        epoch, engine_index: which incarnation of which engine this is; put into every message.
     """
 
-    def __init__(self, executor: Executor, config: EngineConfig, *, epoch: int) -> None:
+    def __init__(self, executor: Executor, config: EngineConfig, *, epoch: int, engine_index: int = 0) -> None:
         self._executor = executor
         self._scheduler = Scheduler(SchedulerLimits.of(executor.info, config))
         self._kv_log = self._scheduler.kv_event_log
-        self._epoch = epoch
+        self._source = _Source(epoch, engine_index)
         self._run_ahead = _default_run_ahead(executor.info) if config.run_ahead is None else config.run_ahead
         self._in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         """Launched and not retired, the oldest first."""
@@ -62,17 +69,17 @@ class EngineCore:
         self._utility_results: list[UtilityResult] = []
         self._sealed: deque[EngineCoreOutputs] = deque()
         """Messages that are complete and not given out yet."""
-        self._utilities = Utilities(
+        self._control_calls = ControlCalls(
             executor, self._scheduler, num_sent=lambda: self._num_sent, profile_dir=config.profile_dir
         )
 
     def ready(self) -> Ready:
         """The message that opens this engine for requests."""
-        return Ready(self._epoch, self._executor.info)
+        return Ready(self._source.epoch, self._executor.info, self._source.engine_index)
 
     def heartbeat(self) -> Heartbeat:
         """The message that says that the loop turns."""
-        return Heartbeat(self._epoch, self._num_sent, self._num_executed)
+        return Heartbeat(self._source.epoch, self._num_sent, self._num_executed, self._source.engine_index)
 
     @property
     def has_credit(self) -> bool:
@@ -82,7 +89,7 @@ class EngineCore:
     @property
     def is_busy(self) -> bool:
         """`step()` has something to do now. False also when only an `Ack` can help."""
-        may_plan = self._utilities.state.may_step and self._scheduler.has_unfinished
+        may_plan = self._control_calls.state.may_step and self._scheduler.has_unfinished
         return self._has_news or ((may_plan or bool(self._in_flight)) and self.has_credit)
 
     def handle(self, message: ToEngine, now_s: float) -> None:
@@ -117,12 +124,12 @@ class EngineCore:
             return self._sealed.popleft()
         if self.has_credit:
             self._rows.extend(self._scheduler.take_expired(now_s))
-            plan = self._scheduler.schedule() if self._utilities.state.may_step else None
+            plan = self._scheduler.schedule() if self._control_calls.state.may_step else None
             if plan:
                 self._in_flight.append((plan, self._executor.launch(plan)))
             if self._in_flight and (plan is None or len(self._in_flight) > self._run_ahead):
                 self._retire()
-        self._utility_results += self._utilities.settle()
+        self._utility_results += self._control_calls.settle()
         return self._seal(now_s) if self._has_news else None
 
     def _retire(self) -> None:
@@ -136,14 +143,15 @@ class EngineCore:
         results, self._utility_results = self._utility_results, []
         self._num_sent += 1
         return EngineCoreOutputs(
-            epoch=self._epoch,
+            epoch=self._source.epoch,
+            engine_index=self._source.engine_index,
             step=self._num_sent,
             timestamp=now_s,
             outputs=rows,
             stats=self._scheduler.stats(),
             utility_results=results,
             kv_events=self._kv_log.take() if self._kv_log else [],
-            weight_version=self._utilities.state.weight_version,
+            weight_version=self._control_calls.state.weight_version,
         )
 
     @property
@@ -158,7 +166,10 @@ class EngineCore:
     # ------------------------------------------------------------------------------------- requests
 
     def _add(self, request: EngineCoreRequest, now_s: float) -> None:
-        if problem := self._find_problem(request):
+        problem = find_request_problem(request, self._executor.info)
+        if request.request_id in self._scheduler:
+            problem = f"the engine already runs a request {request.request_id!r}"
+        if problem:
             self._rows.append(
                 EngineCoreOutput(
                     request_id=request.request_id,
@@ -179,7 +190,7 @@ class EngineCore:
                 expires_at=None if request.deadline_s is None else now_s + request.deadline_s,
                 bad_words=request.bad_words_token_ids,
                 # They are out before the first token is.
-                num_scored_tokens=len(request.prompt_token_ids) if request.output_token_ids else 1,
+                next_prompt_logprob=len(request.prompt_token_ids) if request.output_token_ids else 1,
                 is_resumable=request.resumable,
                 cache_root=salted(cache_salt=request.cache_salt),
                 num_earlier_tokens=request.num_earlier_tokens,
@@ -188,44 +199,9 @@ class EngineCore:
         )
 
     def _continue(self, message: Continue) -> None:
-        problem = self._find_problem_with(message.token_ids, message.params, message.bad_words_token_ids)
-        if message.params.prompt_logprobs is not None:
-            problem = "prompt_logprobs are not for sessions"
-        if row := self._scheduler.resume(message, problem):
+        problem = find_input_problem(message, self._executor.info)
+        if row := self._scheduler.continue_session(message, problem):
             self._rows.append(row)
-
-    def _find_problem(self, request: EngineCoreRequest) -> str | None:
-        """What the front end should have refused: the engine must live through it all the same."""
-        info = self._executor.info
-        token_ids = request.prompt_token_ids + request.output_token_ids
-        if request.request_id in self._scheduler:
-            return f"the engine already runs a request {request.request_id!r}"
-        if not request.prompt_token_ids:
-            return "the prompt has no tokens"
-        if len(token_ids) >= info.max_model_len + (request.pooling_params is not None):
-            return f"{len(token_ids)} tokens leave no room for an answer within {info.max_model_len}"
-        if problem := find_task_problem(request, info):
-            return problem
-        if request.resumable and request.params.prompt_logprobs is not None:
-            return "prompt_logprobs are not for sessions"
-        if problem := self._find_problem_with(token_ids, request.params, request.bad_words_token_ids):
-            return problem
-        assert request.params.max_tokens is not None
-        if len(request.output_token_ids) >= request.params.max_tokens:
-            return "as many tokens as wanted were generated already"
-        return None
-
-    def _find_problem_with(
-        self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
-    ) -> str | None:
-        logits_width = self._executor.info.logits_width
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < logits_width:
-            return f"a token id is outside 0 to {logits_width - 1}"
-        if not all(bad_words):
-            return "a word that must not come has no tokens"
-        if params.max_tokens is None or params.seed is None:
-            return "max_tokens and seed must be set"
-        return None
 
     # ------------------------------------------------------------------------------------ utilities
 
@@ -236,8 +212,8 @@ class EngineCore:
         if call.method == "update_weights" and self._rows:
             # Computed by the old weights, and their message must say so.
             self._sealed.append(self._seal(now_s))
-        self._utility_results += self._utilities.call(call)
-        self._rows += self._utilities.take_rows()
+        self._utility_results += self._control_calls.call(call)
+        self._rows += self._control_calls.take_rows()
 
 
 def _default_run_ahead(info: ModelConfig) -> int:

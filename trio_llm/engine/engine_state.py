@@ -1,4 +1,4 @@
-"""ControlMachine: what of the engine is asleep, and whether it generates. Two tables, one for each question.
+"""EngineControlState: what of the engine is asleep, and whether it generates. Two tables, one for each question.
 
 Pure. Owned by the utilities, which do what a change of state stands for. `docs/control.md` draws the tables.
 """
@@ -16,7 +16,7 @@ __all__ = [
     "PARTS",
     "PAUSES",
     "SLEEP_STATES",
-    "ControlMachine",
+    "EngineControlState",
     "Pause",
     "PauseEvent",
     "SleepEvent",
@@ -117,10 +117,10 @@ PAUSES: Final[dict[Pause, dict[PauseEvent, Pause]]] = {
 
 
 @dataclass(slots=True)
-class ControlMachine:
+class EngineControlState:
     """All that control calls change. They change it one at a time, between steps."""
 
-    residence: SleepState = SleepState.AWAKE
+    sleep_state: SleepState = SleepState.AWAKE
     pause: Pause = Pause.RUNNING
     weight_version: str = "default"
     weights_path: str | None = None
@@ -129,7 +129,7 @@ class ControlMachine:
     @property
     def may_step(self) -> bool:
         """Steps may run now."""
-        return self.residence is SleepState.AWAKE and self.pause is not Pause.KEEP
+        return self.sleep_state is SleepState.AWAKE and self.pause is not Pause.KEEP
 
     @property
     def admits_new(self) -> bool:
@@ -137,7 +137,7 @@ class ControlMachine:
         return self.pause is Pause.RUNNING
 
     def sleep_state_after(self, event: SleepEvent) -> SleepState:
-        return SLEEP_STATES[self.residence].get(event, self.residence)
+        return SLEEP_STATES[self.sleep_state].get(event, self.sleep_state)
 
     def pause_after(self, event: PauseEvent) -> Pause:
         return PAUSES[self.pause].get(event, self.pause)
@@ -145,9 +145,9 @@ class ControlMachine:
     def describe(self) -> dict[str, PlainValue]:
         """As plain data: what control calls answer."""
         return {
-            "sleep_level": self.residence.level,
-            "weights_asleep": self.residence.weights is not WeightsLocation.DEVICE,
-            "kv_cache_asleep": not self.residence.has_cache,
+            "sleep_level": self.sleep_state.level,
+            "weights_asleep": self.sleep_state.weights is not WeightsLocation.DEVICE,
+            "kv_cache_asleep": not self.sleep_state.has_cache,
             "pause": self.pause.value,
             "weight_version": self.weight_version,
             "weights_path": self.weights_path,

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.sequences import make_sequence
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.executor.fake import FakeExecutor, load_fake
@@ -24,18 +25,6 @@ BLOCK_SIZE = 4
 def make_executor(fake: FakeEngineConfig | None = None, *, num_blocks: int = 16) -> FakeExecutor:
     fake = fake or FakeEngineConfig(eos_token_ids=(0,))
     return FakeExecutor(fake, num_blocks=num_blocks, model_dir="nowhere", block_size=BLOCK_SIZE)
-
-
-def make_sequence(
-    prompt: list[int], block_ids: list[int], *, request_id: str = "a", logprobs: int | None = None, **params: Any
-) -> Sequence:
-    return Sequence(
-        request_id=request_id,
-        token_ids=list(prompt),
-        num_prompt_tokens=len(prompt),
-        params=SamplingParams(max_tokens=99, logprobs=logprobs, **params),
-        block_ids=block_ids,
-    )
 
 
 def chunk(sequence: Sequence, start: int, count: int) -> ScheduledChunk:
@@ -65,8 +54,8 @@ def generate(executor: Executor, sequence: Sequence, count: int) -> list[int]:
 
 
 def test_the_same_prompt_gives_the_same_tokens_in_any_executor_and_any_blocks() -> None:
-    first = generate(make_executor(), make_sequence([5, 6], [0, 1, 2, 3]), 10)
-    second = generate(make_executor(), make_sequence([5, 6], [9, 3, 7, 4], request_id="b"), 10)
+    first = generate(make_executor(), make_sequence("a", [5, 6], block_ids=[0, 1, 2, 3]), 10)
+    second = generate(make_executor(), make_sequence("b", [5, 6], block_ids=[9, 3, 7, 4]), 10)
 
     assert first == second
     assert len(set(first)) > 1
@@ -75,14 +64,16 @@ def test_the_same_prompt_gives_the_same_tokens_in_any_executor_and_any_blocks() 
 @pytest.mark.parametrize("prompt", [[5, 7], [6, 5], [5], [5, 6, 0]])
 def test_another_prompt_gives_other_tokens(prompt: list[int]) -> None:
     executor = make_executor()
-    one = generate(executor, make_sequence([5, 6], [0, 1, 2]), 8)
+    one = generate(executor, make_sequence("a", [5, 6], block_ids=[0, 1, 2]), 8)
 
-    assert generate(executor, make_sequence(prompt, [3, 4, 5], request_id="b"), 8) != one
+    assert generate(executor, make_sequence("b", prompt, block_ids=[3, 4, 5]), 8) != one
 
 
 def test_the_seed_changes_the_tokens_above_temperature_0_alone() -> None:
     def run_with(**params: Any) -> list[int]:
-        return generate(make_executor(), make_sequence([5, 6], [0, 1, 2], **params), 8)
+        return generate(
+            make_executor(), make_sequence("a", [5, 6], SamplingParams(max_tokens=99, **params), block_ids=[0, 1, 2]), 8
+        )
 
     sampled = [run_with(seed=seed) for seed in (7, 7, 8, -(2**63))]
     assert sampled[0] == sampled[1]
@@ -91,8 +82,8 @@ def test_the_seed_changes_the_tokens_above_temperature_0_alone() -> None:
 
 
 def test_chunks_do_not_change_the_tokens() -> None:
-    whole = sample(make_executor(), make_sequence([1, 2, 3, 4, 5, 6], [0, 1]), 0, 6)
-    executor, sequence = make_executor(), make_sequence([1, 2, 3, 4, 5, 6], [0, 1])
+    whole = sample(make_executor(), make_sequence("a", [1, 2, 3, 4, 5, 6], block_ids=[0, 1]), 0, 6)
+    executor, sequence = make_executor(), make_sequence("a", [1, 2, 3, 4, 5, 6], block_ids=[0, 1])
 
     assert run(executor, chunk(sequence, 0, 1)) == []
     assert run(executor, chunk(sequence, 1, 4)) == []
@@ -100,8 +91,8 @@ def test_chunks_do_not_change_the_tokens() -> None:
 
 
 def test_tokens_that_came_before_a_recovery_do_not_change_those_after_it() -> None:
-    whole = generate(make_executor(), make_sequence([1, 2], [0, 1, 2]), 8)
-    recovered = make_sequence([1, 2], [0, 1, 2])
+    whole = generate(make_executor(), make_sequence("a", [1, 2], block_ids=[0, 1, 2]), 8)
+    recovered = make_sequence("a", [1, 2], block_ids=[0, 1, 2])
     recovered.token_ids += whole[:5]
 
     assert sample(make_executor(), recovered, 0, 7).token_id == whole[5]
@@ -110,13 +101,13 @@ def test_tokens_that_came_before_a_recovery_do_not_change_those_after_it() -> No
 def test_no_token_is_an_end_of_sequence_and_each_is_below_the_width() -> None:
     executor = make_executor(FakeEngineConfig(logits_width=4, eos_token_ids=(1, 3)))
 
-    assert set(generate(executor, make_sequence([5], list(range(16))), 60)) == {0, 2}
+    assert set(generate(executor, make_sequence("a", [5], block_ids=list(range(16))), 60)) == {0, 2}
 
 
 def test_a_script_is_repeated_with_whatever_is_in_it() -> None:
     executor = make_executor(FakeEngineConfig(script=(7, 0), eos_token_ids=(0,)))
 
-    assert generate(executor, make_sequence([5, 6], [0, 1, 2]), 5) == [7, 0, 7, 0, 7]
+    assert generate(executor, make_sequence("a", [5, 6], block_ids=[0, 1, 2]), 5) == [7, 0, 7, 0, 7]
 
 
 # ------------------------------------------------------------------------------------------ logprobs
@@ -125,7 +116,7 @@ def test_a_script_is_repeated_with_whatever_is_in_it() -> None:
 @pytest.mark.parametrize("num_top", [0, 1, 5])
 def test_logprobs_hold_the_sampled_token_then_the_likeliest_best_first(num_top: int) -> None:
     executor = make_executor()
-    sequence = make_sequence([5], [0, 1, 2], logprobs=num_top)
+    sequence = make_sequence("a", [5], SamplingParams(max_tokens=99, logprobs=num_top), block_ids=[0, 1, 2])
     for start in range(6):
         sampled = sample(executor, sequence, start, 1)
         sequence.token_ids.append(sampled.token_id)
@@ -143,12 +134,14 @@ def test_logprobs_hold_the_sampled_token_then_the_likeliest_best_first(num_top: 
 
 
 def test_no_logprobs_come_unless_asked_for() -> None:
-    assert sample(make_executor(), make_sequence([5], [0]), 0, 1).logprobs is None
+    assert sample(make_executor(), make_sequence("a", [5], block_ids=[0]), 0, 1).logprobs is None
 
 
 def test_there_are_never_more_alternatives_than_other_tokens() -> None:
     executor = make_executor(FakeEngineConfig(logits_width=3))
-    row = sample(executor, make_sequence([5], [0], logprobs=20), 0, 1).logprobs
+    row = sample(
+        executor, make_sequence("a", [5], SamplingParams(max_tokens=99, logprobs=20), block_ids=[0]), 0, 1
+    ).logprobs
 
     assert row is not None
     assert set(row.token_ids) <= {0, 1, 2}
@@ -159,7 +152,7 @@ def test_there_are_never_more_alternatives_than_other_tokens() -> None:
 
 
 def test_the_chosen_step_fails_and_those_before_it_do_not() -> None:
-    executor, sequence = make_executor(FakeEngineConfig(fail_at_step=3)), make_sequence([5], [0])
+    executor, sequence = make_executor(FakeEngineConfig(fail_at_step=3)), make_sequence("a", [5], block_ids=[0])
     generate(executor, sequence, 2)
 
     with pytest.raises(RuntimeError, match="step 3"):
@@ -168,7 +161,7 @@ def test_the_chosen_step_fails_and_those_before_it_do_not() -> None:
 
 def test_faults_hit_the_prompts_that_start_with_the_chosen_tokens_and_no_others() -> None:
     executor = make_executor(FakeEngineConfig(faulty_token_prompt=7, failing_row_prompt=8))
-    sequences = [make_sequence([first, 7, 8], [i], request_id=str(i)) for i, first in enumerate((6, 7, 8))]
+    sequences = [make_sequence(str(i), [first, 7, 8], block_ids=[i]) for i, first in enumerate((6, 7, 8))]
 
     fine, faulty, failing = run(executor, *(chunk(sequence, 0, 3) for sequence in sequences))
 
@@ -184,12 +177,12 @@ def test_faults_hit_the_prompts_that_start_with_the_chosen_tokens_and_no_others(
 
 def test_a_position_without_a_block_is_refused() -> None:
     with pytest.raises(AssertionError, match="no block"):
-        run(make_executor(), chunk(make_sequence([1] * 5, [0]), 0, 5))
+        run(make_executor(), chunk(make_sequence("a", [1] * 5, block_ids=[0]), 0, 5))
 
 
 @pytest.mark.parametrize("start", [1, 3])
 def test_a_position_that_is_skipped_or_computed_twice_is_refused(start: int) -> None:
-    executor, sequence = make_executor(), make_sequence([1] * 8, [0, 1])
+    executor, sequence = make_executor(), make_sequence("a", [1] * 8, block_ids=[0, 1])
     run(executor, chunk(sequence, 0, 2))
 
     with pytest.raises(AssertionError, match="at 2"):
@@ -197,7 +190,7 @@ def test_a_position_that_is_skipped_or_computed_twice_is_refused(start: int) -> 
 
 
 def test_beginning_again_is_allowed_also_in_the_same_blocks() -> None:
-    executor, sequence = make_executor(), make_sequence([1, 2, 3], [0, 1])
+    executor, sequence = make_executor(), make_sequence("a", [1, 2, 3], block_ids=[0, 1])
     first = generate(executor, sequence, 3)
     del sequence.token_ids[3:]
 
@@ -206,16 +199,16 @@ def test_beginning_again_is_allowed_also_in_the_same_blocks() -> None:
 
 def test_a_sequence_whose_block_another_has_taken_is_refused() -> None:
     executor = make_executor()
-    robbed = make_sequence([1] * 7, [0, 1])
+    robbed = make_sequence("a", [1] * 7, block_ids=[0, 1])
     run(executor, chunk(robbed, 0, 6))
-    run(executor, chunk(make_sequence([2], [0], request_id="thief"), 0, 1))
+    run(executor, chunk(make_sequence("thief", [2], block_ids=[0]), 0, 1))
 
     with pytest.raises(AssertionError, match="something else"):
         run(executor, chunk(robbed, 6, 1))
 
 
 def test_two_sequences_in_one_block_are_refused_in_the_same_step_too() -> None:
-    one, two = make_sequence([1, 2], [0]), make_sequence([1, 2, 3], [0], request_id="b")
+    one, two = make_sequence("a", [1, 2], block_ids=[0]), make_sequence("b", [1, 2, 3], block_ids=[0])
 
     with pytest.raises(AssertionError, match="overwritten"):
         run(make_executor(), chunk(one, 0, 2), chunk(two, 0, 3))
@@ -223,24 +216,27 @@ def test_two_sequences_in_one_block_are_refused_in_the_same_step_too() -> None:
 
 def test_a_block_with_the_same_tokens_may_be_shared_in_the_step_that_fills_it() -> None:
     executor = make_executor()
-    one, two = make_sequence([1, 2, 3, 4, 5], [0, 1]), make_sequence([1, 2, 3, 4, 6], [0, 2], request_id="b")
+    one, two = (
+        make_sequence("a", [1, 2, 3, 4, 5], block_ids=[0, 1]),
+        make_sequence("b", [1, 2, 3, 4, 6], block_ids=[0, 2]),
+    )
 
     outcomes = run(executor, chunk(one, 0, 5), chunk(two, 4, 1))
 
-    assert outcomes[1] == sample(make_executor(), make_sequence([1, 2, 3, 4, 6], [3, 4]), 0, 5)
+    assert outcomes[1] == sample(make_executor(), make_sequence("a", [1, 2, 3, 4, 6], block_ids=[3, 4]), 0, 5)
 
 
 def test_a_block_with_other_tokens_may_not_be_shared() -> None:
     executor = make_executor()
-    run(executor, chunk(make_sequence([1, 2, 3, 4, 5], [0, 1]), 0, 5))
+    run(executor, chunk(make_sequence("a", [1, 2, 3, 4, 5], block_ids=[0, 1]), 0, 5))
 
     with pytest.raises(AssertionError, match="something else"):
-        run(executor, chunk(make_sequence([1, 2, 3, 5, 6], [0, 2], request_id="b"), 4, 1))
+        run(executor, chunk(make_sequence("b", [1, 2, 3, 5, 6], block_ids=[0, 2]), 4, 1))
 
 
 def test_a_step_computes_a_token_that_the_step_before_has_sampled_and_nobody_was_told() -> None:
-    told = generate(make_executor(), make_sequence([5, 6], [0, 1]), 3)
-    executor, sequence = make_executor(), make_sequence([5, 6], [0, 1])
+    told = generate(make_executor(), make_sequence("a", [5, 6], block_ids=[0, 1]), 3)
+    executor, sequence = make_executor(), make_sequence("a", [5, 6], block_ids=[0, 1])
 
     launched = [executor.launch(StepPlan((ScheduledChunk(sequence, 0, 2, samples=True),)))]
     launched.append(executor.launch(StepPlan((ScheduledChunk(sequence, 2, 1, samples=True),))))
@@ -250,7 +246,7 @@ def test_a_step_computes_a_token_that_the_step_before_has_sampled_and_nobody_was
 
 
 def test_a_step_that_is_too_far_ahead_is_refused() -> None:
-    executor, sequence = make_executor(), make_sequence([5, 6], [0, 1])
+    executor, sequence = make_executor(), make_sequence("a", [5, 6], block_ids=[0, 1])
     executor.launch(StepPlan((ScheduledChunk(sequence, 0, 2, samples=True),)))
 
     with pytest.raises(AssertionError, match="ahead"):
@@ -259,12 +255,12 @@ def test_a_step_that_is_too_far_ahead_is_refused() -> None:
 
 def test_a_block_twice_in_a_table_is_refused() -> None:
     with pytest.raises(AssertionError, match="twice"):
-        run(make_executor(), chunk(make_sequence([1] * 5, [0, 0]), 0, 5))
+        run(make_executor(), chunk(make_sequence("a", [1] * 5, block_ids=[0, 0]), 0, 5))
 
 
 @pytest.mark.parametrize("wrong", [True, False])
 def test_a_chunk_that_samples_elsewhere_than_at_the_last_token_is_refused(wrong: bool) -> None:
-    sequence = make_sequence([1, 2], [0])
+    sequence = make_sequence("a", [1, 2], block_ids=[0])
 
     with pytest.raises(AssertionError, match="sampling"):
         run(make_executor(), ScheduledChunk(sequence, 0, 1 if wrong else 2, samples=wrong))
@@ -291,7 +287,7 @@ def test_each_step_takes_the_chosen_time(monkeypatch: pytest.MonkeyPatch) -> Non
     record: Callable[[float], None] = slept.append
     monkeypatch.setattr(time, "sleep", record)
 
-    generate(make_executor(FakeEngineConfig(step_s=0.25)), make_sequence([1], [0]), 2)
+    generate(make_executor(FakeEngineConfig(step_s=0.25)), make_sequence("a", [1], block_ids=[0]), 2)
 
     assert slept == [0.25, 0.25]
 

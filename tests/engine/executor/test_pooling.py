@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
-from tests.engine.executor.test_torch_executor import LENGTHS, answers, make_prompt, make_scheduler, make_sequence
+from tests.engine.executor.test_torch_executor import GREEDY, LENGTHS, answers, make_prompt, make_scheduler
+from tests.support.sequences import make_sequence
 from tests.support.tiny_models import CONFIGS, VOCABULARY, bert_config, load, save_classifier, save_model
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
@@ -128,11 +129,11 @@ def test_without_a_word_the_last_token_is_what_counts(executor: TorchExecutor) -
 @pytest.mark.parametrize("budget", [9, 512])
 def test_answers_and_vectors_in_the_same_steps_are_those_alone(budget: int, executor: TorchExecutor) -> None:
     prompts = [make_prompt(length) for length in (20, 5, 40)]
-    expected = [answers(executor, [make_sequence("alone", prompt)])[0] for prompt in prompts]
+    expected = [answers(executor, [make_sequence("alone", prompt, GREEDY)])[0] for prompt in prompts]
     vectors = pooled(executor, prompts, PoolingParams(pooling="mean"))
     scheduler = make_scheduler(executor, budget=budget)
 
-    answering = [make_sequence(f"a{i}", prompt) for i, prompt in enumerate(prompts)]
+    answering = [make_sequence(f"a{i}", prompt, GREEDY) for i, prompt in enumerate(prompts)]
     for i, prompt in enumerate(prompts):
         scheduler.add(answering[i])
         scheduler.add(pooling_sequence(f"p{i}", prompt, PoolingParams(pooling="mean")))

@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.executor.test_torch_executor import answers, make_prompt, make_scheduler, make_sequence
+from tests.engine.executor.test_torch_executor import GREEDY, answers, make_prompt, make_scheduler
+from tests.support.sequences import make_sequence
 from tests.support.tiny_models import CONFIGS, VOCABULARY, load, save_model
 from trio_llm.engine.executor import torch_executor
 from trio_llm.engine.executor.torch_executor import TorchExecutor
@@ -121,10 +122,10 @@ def test_a_preempted_sequence_has_each_of_them_once(executor: TorchExecutor, lla
 
 def test_neither_tokens_nor_neighbours_change(executor: TorchExecutor) -> None:
     prompts = [make_prompt(length) for length in (40, 1, 33)]
-    plain = [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)]
+    plain = [make_sequence(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)]
     scored = [
         make_sequence("0", prompts[0], scoring(max_tokens=24)),
-        make_sequence("1", prompts[1]),
+        make_sequence("1", prompts[1], GREEDY),
         make_sequence("2", prompts[2], scoring(max_tokens=24, prompt_logprobs=0)),
     ]
 
@@ -161,14 +162,14 @@ def test_greedy_with_bad_words_is_what_transformers_generates(executor: TorchExe
     oracle = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32, attn_implementation="eager")
     oracle.generation_config.pad_token_id = 0
     prompt = make_prompt(20)
-    free = answers(executor, [make_sequence("free", prompt)])[0]
+    free = answers(executor, [make_sequence("free", prompt, GREEDY)])[0]
     bad_words = [[free[0]], free[2:4]]
     ids = torch.tensor([prompt])
     out = oracle.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, bad_words_ids=bad_words
     )
 
-    bound = answers(executor, [make_sequence("bound", prompt, bad_words=bad_words)])[0]
+    bound = answers(executor, [make_sequence("bound", prompt, GREEDY, bad_words=bad_words)])[0]
 
     assert bound == out[0, 20:].tolist()
     assert bound != free

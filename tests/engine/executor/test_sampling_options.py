@@ -9,7 +9,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.engine.executor.test_torch_executor import answers, make_prompt, make_scheduler, make_sequence
+from tests.engine.executor.test_torch_executor import answers, make_prompt, make_scheduler
+from tests.support.sequences import make_sequence
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams
@@ -78,7 +79,7 @@ def test_penalties_of_a_sessions_answers_count_each_answer_for_itself(executor: 
 
     for number, token_ids in enumerate(inputs):
         if number > 0:
-            assert scheduler.resume(Continue("session", token_ids, params)) is None
+            assert scheduler.continue_session(Continue("session", token_ids, params)) is None
         before = list(session.token_ids)
         while plan := scheduler.schedule():
             scheduler.commit(plan, executor.execute(plan))

@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.sequences import make_sequence
 from tests.support.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_config, save_model
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.base import LaunchedStep
@@ -32,10 +33,6 @@ GREEDY = SamplingParams(temperature=0, seed=0, max_tokens=MAX_TOKENS)
 
 def make_prompt(length: int) -> list[int]:
     return [(7 * i * i + 3 * length + i) % (VOCABULARY - 3) + 3 for i in range(length)]
-
-
-def make_sequence(name: str, prompt: list[int], params: SamplingParams = GREEDY, **settings: Any) -> Sequence:
-    return Sequence(request_id=name, token_ids=list(prompt), num_prompt_tokens=len(prompt), params=params, **settings)
 
 
 def make_scheduler(executor: TorchExecutor, *, budget: int = 512, num_blocks: int | None = None) -> Scheduler:
@@ -90,10 +87,10 @@ def test_greedy_answers_are_those_of_transformers_whole_and_in_chunks(kind: str,
     expected = [expected_greedy(oracle, prompt) for prompt in prompts]
     executor = load(folder)
 
-    whole = answers(executor, [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)])
+    whole = answers(executor, [make_sequence(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)])
     chunked = answers(
         executor,
-        [make_sequence(str(i), prompt) for i, prompt in enumerate(prompts)],
+        [make_sequence(str(i), prompt, GREEDY) for i, prompt in enumerate(prompts)],
         make_scheduler(executor, budget=11),
     )
 
@@ -110,13 +107,13 @@ def test_each_answer_of_a_session_is_that_of_transformers_to_all_tokens_before_i
     oracle.generation_config.pad_token_id = 0
     inputs = [make_prompt(40), make_prompt(3), make_prompt(33)]
     scheduler = make_scheduler(executor, budget=budget)
-    session = make_sequence("session", inputs[0], is_resumable=True)
+    session = make_sequence("session", inputs[0], GREEDY, is_resumable=True)
     num_computed = 0
 
     scheduler.add(session)
     for number, token_ids in enumerate(inputs):
         if number > 0:
-            assert scheduler.resume(Continue("session", token_ids, GREEDY)) is None
+            assert scheduler.continue_session(Continue("session", token_ids, GREEDY)) is None
         before = list(session.token_ids)
         while plan := scheduler.schedule():
             num_computed += plan.num_tokens
@@ -226,11 +223,11 @@ def test_a_request_that_makes_the_model_compute_nan_fails_alone_and_leaves_nothi
     weights["model.embed_tokens.weight"][poison] = float("nan")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = load(folder)
-    good = make_sequence("good", [5, 6, 7], block_ids=[1])
+    good = make_sequence("good", [5, 6, 7], GREEDY, block_ids=[1])
     expected = run_once(executor, [good])
 
-    first, second = run_once(executor, [make_sequence("bad", [5, poison, 7, 8, 9], block_ids=[0]), good])
-    reused = run_once(executor, [make_sequence("next", [5, 6, 7], block_ids=[0])])
+    first, second = run_once(executor, [make_sequence("bad", [5, poison, 7, 8, 9], GREEDY, block_ids=[0]), good])
+    reused = run_once(executor, [make_sequence("next", [5, 6, 7], GREEDY, block_ids=[0])])
 
     assert isinstance(first, RowError)
     assert "NaN" in first.message
@@ -244,9 +241,9 @@ def test_a_failed_row_is_reported_as_that_sequences_error_and_its_neighbour_goes
     weights["model.embed_tokens.weight"][poison] = float("inf")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     executor = load(folder)
-    expected = answers(executor, [make_sequence("a", [5, 6, 7])])
+    expected = answers(executor, [make_sequence("a", [5, 6, 7], GREEDY)])
 
-    bad, good = make_sequence("bad", [5, poison]), make_sequence("a", [5, 6, 7])
+    bad, good = make_sequence("bad", [5, poison], GREEDY), make_sequence("a", [5, 6, 7], GREEDY)
     result = answers(executor, [bad, good])
 
     assert bad.finish_reason == "error"
@@ -254,7 +251,7 @@ def test_a_failed_row_is_reported_as_that_sequences_error_and_its_neighbour_goes
 
 
 def test_a_chunk_that_does_not_reach_the_last_token_samples_nothing(executor: TorchExecutor) -> None:
-    sequence = make_sequence("a", make_prompt(10), block_ids=[0])
+    sequence = make_sequence("a", make_prompt(10), GREEDY, block_ids=[0])
 
     assert executor.execute(StepPlan((ScheduledChunk(sequence, 0, 6, samples=False),))).sampled == ()
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
+from tests.support.sequences import make_sequence
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.executor.base import LaunchedStep
 from trio_llm.engine.executor.fake import FakeExecutor
-from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
@@ -39,28 +39,6 @@ def make_limits(
         logits_width=LOGITS_WIDTH,
         keeps_cache=keeps_cache,
         logs_kv_events=logs_kv_events,
-    )
-
-
-def make_sequence(
-    request_id: str,
-    prompt: list[int],
-    params: SamplingParams | None = None,
-    *,
-    max_tokens: int = 8,
-    generated: list[int] | None = None,
-    priority: int = 0,
-    expires_at: float | None = None,
-    cache_salt: str | None = None,
-) -> Sequence:
-    return Sequence(
-        request_id=request_id,
-        token_ids=[*prompt, *(generated or [])],
-        num_prompt_tokens=len(prompt),
-        params=params or SamplingParams(max_tokens=max_tokens),
-        priority=priority,
-        expires_at=expires_at,
-        cache_root=salted(cache_salt=cache_salt),
     )
 
 

@@ -8,9 +8,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
-from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, make_limits, make_sequence
+from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, make_limits
 from tests.engine.scheduling.kv_replica import KVReplica
 from tests.engine.scheduling.test_scheduler_properties import Traffic, limits_strategy
+from tests.support.sequences import make_sequence
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.limits import SchedulerLimits

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule
 
-from tests.engine.scheduling.harness import MiniEngine, make_limits, make_sequence
+from tests.engine.scheduling.harness import MiniEngine, make_limits
 from tests.engine.scheduling.test_scheduler_properties import Traffic, prompts
+from tests.support.sequences import make_sequence
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.pooling import PoolingKind, PoolingParams

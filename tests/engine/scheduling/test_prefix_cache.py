@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits, make_sequence
+from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits
+from tests.support.sequences import make_sequence
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.scheduling.block_hash import salted
 from trio_llm.engine.scheduling.sequence import Sequence

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from tests.engine.scheduling.harness import LOGITS_WIDTH, MiniEngine, answer_alone, make_limits, make_sequence
+from tests.engine.scheduling.harness import LOGITS_WIDTH, MiniEngine, answer_alone, make_limits
+from tests.support.sequences import make_sequence
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import SequenceState

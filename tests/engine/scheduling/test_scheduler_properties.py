@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits, make_sequence
+from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits
+from tests.support.sequences import make_sequence
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.sampling import SamplingParams

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.engine.scheduling.harness import make_sequence
+from tests.support.sequences import make_sequence
 from trio_llm.engine.scheduling.sequence import TRANSITIONS, SequenceQueue, SequenceState
 
 

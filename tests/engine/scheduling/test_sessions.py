@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits, make_sequence
+from tests.engine.scheduling.harness import BLOCK_SIZE, MiniEngine, answer_alone, make_limits
+from tests.support.sequences import make_sequence
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 from trio_llm.sampling import SamplingParams
@@ -22,7 +23,7 @@ def start_session(engine: MiniEngine, name: str, prompt: list[int], params: Samp
 
 
 def give(engine: MiniEngine, name: str, token_ids: list[int], params: SamplingParams = PARAMS) -> None:
-    assert engine.scheduler.resume(Continue(name, token_ids, params)) is None
+    assert engine.scheduler.continue_session(Continue(name, token_ids, params)) is None
     engine.scheduler.check()
 
 
@@ -119,7 +120,7 @@ class SessionTraffic(RuleBasedStateMachine):
         name = data.draw(st.sampled_from(self.idle()))
         before = self.sequences[name].token_ids + token_ids
         if len(before) >= self.limits.max_model_len:
-            row = self.engine.scheduler.resume(Continue(name, token_ids, PARAMS))
+            row = self.engine.scheduler.continue_session(Continue(name, token_ids, PARAMS))
             assert row is not None
             assert row.finish_reason == "error"
             self.gone.add(name)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.sequences import make_sequence
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import PooledVector, RowError, ScheduledChunk, StepPlan
 from trio_llm.engine.worker.pooler import Pooler
@@ -21,10 +22,8 @@ NO_LOGITS = torch.empty(0, 3)
 LAST, MEAN = PoolingParams(pooling="last"), PoolingParams(pooling="mean")
 
 
-def make_sequence(length: int, pooling: PoolingParams | None) -> Sequence:
-    return Sequence(
-        request_id=f"{length}", token_ids=[1] * length, num_prompt_tokens=length, params=NO_SAMPLING, pooling=pooling
-    )
+def of_length(length: int, pooling: PoolingParams | None) -> Sequence:
+    return make_sequence(f"{length}", [1] * length, NO_SAMPLING, pooling=pooling)
 
 
 def chunk(sequence: Sequence, start: int, end: int) -> ScheduledChunk:
@@ -57,7 +56,7 @@ def test_the_cut_into_chunks_does_not_change_a_vector(length: int, cuts: set[int
     whole = hidden[-1] if pooling is LAST else hidden.mean(dim=0)
     expected = whole / whole.norm()
 
-    vector = pool_in_chunks(Pooler(None), make_sequence(length, pooling), hidden, sorted(c for c in cuts if c < length))
+    vector = pool_in_chunks(Pooler(None), of_length(length, pooling), hidden, sorted(c for c in cuts if c < length))
 
     assert torch.allclose(vector, expected, atol=1e-6)
 
@@ -68,8 +67,8 @@ def test_without_normalising_the_numbers_are_those_of_the_model_in_float32(dtype
     plain_mean = PoolingParams(pooling="mean", normalize=False)
     plain_last = PoolingParams(pooling="last", normalize=False)
 
-    mean = pool_in_chunks(Pooler(None), make_sequence(500, plain_mean), hidden, [100])
-    last = pool_in_chunks(Pooler(None), make_sequence(500, plain_last), hidden, [100])
+    mean = pool_in_chunks(Pooler(None), of_length(500, plain_mean), hidden, [100])
+    last = pool_in_chunks(Pooler(None), of_length(500, plain_last), hidden, [100])
 
     assert torch.allclose(mean, hidden.double().mean(dim=0).float(), rtol=1e-5, atol=1e-5)
     assert torch.equal(last, hidden[-1].float())
@@ -78,7 +77,7 @@ def test_without_normalising_the_numbers_are_those_of_the_model_in_float32(dtype
 def test_vectors_come_in_the_plans_order_and_others_beside_them_do_not_matter() -> None:
     lengths = [3, 1, 4, 2, 5]
     kinds = [LAST, None, MEAN, PoolingParams(task="classify"), LAST]
-    sequences = [make_sequence(*pair) for pair in zip(lengths, kinds, strict=True)]
+    sequences = [of_length(*pair) for pair in zip(lengths, kinds, strict=True)]
     hidden = states(sum(lengths))
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     plan = StepPlan(tuple(chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences))
@@ -96,7 +95,7 @@ def test_vectors_come_in_the_plans_order_and_others_beside_them_do_not_matter() 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("pooling", [LAST, MEAN, PoolingParams(normalize=False)])
 def test_a_vector_that_is_not_finite_is_an_error_of_its_own(wrong: float, pooling: PoolingParams) -> None:
-    bad, good = make_sequence(3, pooling), make_sequence(3, pooling)
+    bad, good = of_length(3, pooling), of_length(3, pooling)
     hidden = states(6)
     hidden[2, 1] = wrong
 
@@ -108,13 +107,13 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_own(wrong: float, poolin
 
 
 def test_a_vector_of_zeros_stays_one() -> None:
-    (result,) = Pooler(None).pool(StepPlan((chunk(make_sequence(1, LAST), 0, 1),)), torch.zeros(1, WIDTH), NO_LOGITS)
+    (result,) = Pooler(None).pool(StepPlan((chunk(of_length(1, LAST), 0, 1),)), torch.zeros(1, WIDTH), NO_LOGITS)
 
     assert numbers(result).tolist() == [0.0] * WIDTH
 
 
 def test_a_sequence_that_begins_again_leaves_its_sum_behind() -> None:
-    pooler, sequence, hidden = Pooler(None), make_sequence(9, MEAN), states(9)
+    pooler, sequence, hidden = Pooler(None), of_length(9, MEAN), states(9)
     pooler.pool(StepPlan((chunk(sequence, 0, 5),)), torch.full((5, WIDTH), 1e6), NO_LOGITS)  # then preempted
 
     vector = pool_in_chunks(pooler, sequence, hidden, [4])
@@ -124,7 +123,7 @@ def test_a_sequence_that_begins_again_leaves_its_sum_behind() -> None:
 
 @pytest.mark.parametrize("chunks", [[(4, 9)], [(0, 3), (4, 9)], [(0, 3), (4, 6), (6, 9)]])
 def test_a_mean_that_lacks_tokens_is_an_error_and_never_a_wrong_vector(chunks: list[tuple[int, int]]) -> None:
-    pooler, sequence, hidden = Pooler(None), make_sequence(9, MEAN), states(9)
+    pooler, sequence, hidden = Pooler(None), of_length(9, MEAN), states(9)
 
     results = []
     for start, end in chunks:
@@ -136,7 +135,7 @@ def test_a_mean_that_lacks_tokens_is_an_error_and_never_a_wrong_vector(chunks: l
 
 
 def test_the_sum_of_a_sequence_goes_with_it() -> None:
-    pooler, sequence = Pooler(None), make_sequence(9, MEAN)
+    pooler, sequence = Pooler(None), of_length(9, MEAN)
     pooler.pool(StepPlan((chunk(sequence, 0, 5),)), states(5), NO_LOGITS)
     assert len(pooler._sums) == 1
 
@@ -150,7 +149,7 @@ def test_hidden_states_are_asked_for_only_where_they_are_looked_at() -> None:
     pooler = Pooler(None)
 
     def needs(pooling: PoolingParams | None, end: int) -> bool:
-        return pooler.needs_hidden(StepPlan((chunk(make_sequence(9, pooling), 0, end),)))
+        return pooler.needs_hidden(StepPlan((chunk(of_length(9, pooling), 0, end),)))
 
     assert [needs(LAST, 5), needs(LAST, 9), needs(MEAN, 5), needs(MEAN, 9)] == [False, True, True, True]
     assert not needs(None, 9)

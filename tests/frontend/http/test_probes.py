@@ -34,7 +34,7 @@ async def test_a_ready_engine_that_answers_is_healthy() -> None:
     assert (reply.status, reply.json) == (200, {"status": "ready"})
 
 
-async def test_while_loading_health_tells_how_far_it_is() -> None:
+async def test_while_loading_health_says_how_far_it_is() -> None:
     client = FakeClient()
     client.state = EngineStatus(state="loading", phase="load", done=3, total=10, elapsed_s=1.23456)
     reply = await get(client, "/health")
@@ -51,7 +51,7 @@ async def test_while_loading_health_tells_how_far_it_is() -> None:
     assert int(reply.headers["retry-after"]) > 0
 
 
-async def test_a_dead_engine_is_unhealthy_and_the_reason_is_told() -> None:
+async def test_a_dead_engine_is_unhealthy_and_the_reply_has_the_reason() -> None:
     client = FakeClient()
     client.state = EngineStatus(state="dead", reason="CUDA error")
     reply = await get(client, "/health")
@@ -93,14 +93,35 @@ async def test_each_probe_asks_its_own_question(state: EngineState, ready: int, 
     assert all(reply.json["reason"] == "because" for reply in replies if reply.status == 503)
 
 
-async def test_an_engine_that_does_not_answer_is_stalled(autojump_clock: trio.testing.MockClock) -> None:
+@pytest.mark.parametrize("path", ["/health", "/readyz"])
+async def test_an_engine_that_does_not_answer_is_stalled_within_two_seconds(
+    path: str, autojump_clock: trio.testing.MockClock
+) -> None:
     client = FakeClient()
     client.health = trio.Event()
-    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path="/health")
+    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path=path)
+    begin_s = trio.current_time()
     await exchange.run()
 
     assert exchange.status == 503
     assert b'"status":"stalled"' in exchange.body
+    assert trio.current_time() - begin_s < 2
+
+
+@pytest.mark.parametrize("path", ["/health", "/readyz"])
+async def test_a_busy_engine_that_makes_progress_late_is_healthy(
+    path: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    client = FakeClient()
+    client.health = progress = trio.Event()
+    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path=path)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(exchange.run)
+        await trio.sleep(1.4)
+        assert exchange.sent == []
+        progress.set()
+
+    assert (exchange.status, exchange.body) == (200, b'{"status":"ready"}')
 
 
 async def test_an_engine_that_dies_while_it_is_asked_is_not_called_stalled(

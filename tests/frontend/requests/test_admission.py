@@ -10,8 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.support.asking import ask
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import open_fake_llm
+from tests.support.stat_loggers import RecordingStatLogger
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -21,36 +23,18 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits, find_overload
-from trio_llm.frontend.statistics.stats import IterationStats
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import SchedulerStats
 
 HELLO = list(b"hello")
 LONG = SamplingParams(max_tokens=1000)
 SHORT = SamplingParams(max_tokens=3)
 
 
-class Refusals:
-    """A StatLogger that remembers why requests were refused."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        pass
-
-    def record_rejection(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-    def log(self) -> None:
-        pass
-
-
 async def read(llm: AsyncLLM, prompt: list[int] = HELLO, params: SamplingParams = SHORT) -> int:
     """The number of outputs of a whole answer."""
-    async with llm.generate(prompt, params) as stream:
-        return len([output async for output in stream])
+    return len(await ask(llm, prompt, params))
 
 
 # ------------------------------------------------------------------------------------- the decision
@@ -63,7 +47,7 @@ def test_without_limits_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_requests", "count", "is_refused"), [(3, 1, False), (4, 1, True), (2, 2, False), (3, 2, True)]
 )
-def test_each_choice_counts_and_the_limit_itself_is_still_let_in(
+def test_each_choice_counts_and_the_limit_itself_is_still_admitted(
     num_requests: int, count: int, is_refused: bool
 ) -> None:
     limits = AdmissionLimits(max_num_queued_reqs=4)
@@ -83,7 +67,7 @@ def test_the_text_names_the_limit_the_number_there_is_and_the_flag() -> None:
     assert all(part in str(tokens) for part in ("4321", "5000", "987", "--max-num-queued-tokens"))
 
 
-def test_more_choices_than_could_ever_be_let_in_are_the_requests_own_fault() -> None:
+def test_more_choices_than_could_ever_be_admitted_are_the_requests_own_fault() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         find_overload(AdmissionLimits(max_num_queued_reqs=4), num_requests=0, num_tokens=0, count=5)
 
@@ -94,7 +78,7 @@ def test_more_choices_than_could_ever_be_let_in_are_the_requests_own_fault() -> 
     ("num_tokens", "num_prompt_tokens", "is_refused"),
     [(0, 1000, False), (50, 50, False), (50, 51, True), (99, 0, False), (100, 0, True)],
 )
-def test_prompt_tokens_are_let_in_up_to_the_limit_and_beyond_it_if_none_waits(
+def test_prompt_tokens_are_admitted_up_to_the_limit_and_beyond_it_if_none_waits(
     num_tokens: int, num_prompt_tokens: int, is_refused: bool
 ) -> None:
     limits = AdmissionLimits(max_num_queued_tokens=100)
@@ -114,7 +98,7 @@ def test_the_ledger_is_the_sum_of_what_is_in_it(events: list[tuple[str, int, int
             ledger.add(request, size)
             expected[request] = size
         elif what == "token":
-            ledger.has_first_token(request)
+            ledger.prefill_done(request)
             if request in expected:
                 expected[request] = 0
         else:
@@ -127,46 +111,46 @@ def test_the_ledger_is_the_sum_of_what_is_in_it(events: list[tuple[str, int, int
 @given(
     st.lists(st.tuples(st.sampled_from(["add", "input", "token", "remove"]), st.integers(0, 5), st.integers(1, 100)))
 )
-def test_inputs_are_let_in_in_their_order_within_the_limit_and_all_of_them_in_the_end(
+def test_inputs_are_admitted_in_their_order_within_the_limit_and_all_of_them_in_the_end(
     events: list[tuple[str, int, int]],
 ) -> None:
     limit = 100
     ledger = AdmissionLedger(AdmissionLimits(max_num_queued_tokens=limit))
-    let_in: dict[int, int] = {}
+    admitted: dict[int, int] = {}
     waiting: dict[int, int] = {}
 
     def enter(request: int) -> None:
         assert request == next(iter(waiting)), "another one came before it"
         size = waiting.pop(request)
-        assert sum(let_in.values()) == 0 or sum(let_in.values()) + size <= limit
-        let_in[request] = size
+        assert sum(admitted.values()) == 0 or sum(admitted.values()) + size <= limit
+        admitted[request] = size
 
     for what, request, size in events:
         if what == "add":
-            if request in let_in or request in waiting:
+            if request in admitted or request in waiting:
                 continue
-            let_in[request] = size
+            admitted[request] = size
             ledger.add(request, size)
         elif what == "input":
             waiting.pop(request, None)
             waiting[request] = size
-            let_in.pop(request, None)
+            admitted.pop(request, None)
             ledger.queue_input(request, size, lambda request=request: enter(request))  # type: ignore[misc]
         elif what == "token":
-            if request in let_in:
-                let_in[request] = 0
-            ledger.has_first_token(request)
+            if request in admitted:
+                admitted[request] = 0
+            ledger.prefill_done(request)
         else:
-            let_in.pop(request, None)
+            admitted.pop(request, None)
             waiting.pop(request, None)
             ledger.remove(request)
-        assert ledger.num_tokens == sum(let_in.values()) + sum(waiting.values())
-        assert ledger.num_requests == len(let_in) + len(waiting)
-        assert not waiting or sum(let_in.values()) > 0, "they wait for nothing"
+        assert ledger.num_tokens == sum(admitted.values()) + sum(waiting.values())
+        assert ledger.num_requests == len(admitted) + len(waiting)
+        assert not waiting or sum(admitted.values()) > 0, "they wait for nothing"
 
-    while let_in or waiting:
-        request = next(iter(let_in))
-        del let_in[request]
+    while admitted or waiting:
+        request = next(iter(admitted))
+        del admitted[request]
         ledger.remove(request)
     assert ledger.num_tokens == ledger.num_requests == 0
 
@@ -175,33 +159,95 @@ def test_inputs_are_let_in_in_their_order_within_the_limit_and_all_of_them_in_th
 
 
 async def test_a_refusal_registers_nothing_is_counted_and_the_same_request_works_later() -> None:
-    refusals = Refusals()
+    refusals = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         async with fake.llm.generate(HELLO, LONG) as stream:
             await anext(stream)
-            before = len(fake.llm._live)
+            before = len(fake.llm._registry)
             with pytest.raises(QueueFullError) as caught:
                 await read(fake.llm)
 
-            assert len(fake.llm._live) == before
+            assert len(fake.llm._registry) == before
             assert caught.value.can_retry
             assert caught.value.retry_after_s
         await fake.llm.wait_idle()
 
         assert await read(fake.llm) > 0
-        assert refusals.reasons == ["max_num_queued_reqs"]
+        assert refusals.rejections == ["max_num_queued_reqs"]
         await fake.assert_nothing_is_left()
 
 
-async def test_whoever_asks_before_the_costly_part_is_refused_at_once() -> None:
-    refusals = Refusals()
+async def test_a_question_before_the_costly_part_is_refused_at_once() -> None:
+    refusals = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         fake.llm.check_admission()
         async with fake.llm.generate(HELLO, LONG):
             with pytest.raises(QueueFullError):
                 fake.llm.check_admission()
             assert fake.llm.is_running
-        assert refusals.reasons == ["max_num_queued_reqs"]
+        assert refusals.rejections == ["max_num_queued_reqs"]
+
+
+async def test_nothing_is_rendered_for_a_request_that_is_refused_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Renderer, *args: object, **options: object) -> list[int]:
+        raise AssertionError("it was rendered")
+
+    async with open_fake_llm(engine={"max_num_queued_reqs": 1}) as fake:
+        async with fake.llm.generate(HELLO, LONG):
+            monkeypatch.setattr(Renderer, "render_prompt", fail)
+            monkeypatch.setattr(Renderer, "render_bad_words", fail)
+            for prompt, params in (("Hello", SHORT), (HELLO, SamplingParams(bad_words=("x",)))):
+                with pytest.raises(QueueFullError):
+                    async with fake.llm.generate(prompt, params):
+                        pass
+        await fake.assert_nothing_is_left()
+
+
+async def test_the_load_is_asked_for_once_for_token_ids_and_once_more_before_text_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_llm() as fake:
+        num_asked, check = 0, AdmissionLedger.check
+
+        def count(ledger: AdmissionLedger, **fields: int) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            check(ledger, **fields)
+
+        monkeypatch.setattr(AdmissionLedger, "check", count)
+        asked = []
+        for prompt in (HELLO, "Hello"):
+            num_asked = 0
+            async with fake.llm.generate(prompt, SHORT):
+                asked.append(num_asked)
+
+        assert asked == [1, 2]
+
+
+async def test_ids_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(Renderer, "render_prompt", fail)
+    async with open_fake_llm() as fake:
+        assert await read(fake.llm) > 0
+
+
+async def test_a_request_whose_engine_died_while_its_text_was_rendered_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_llm() as fake:
+
+        async def render_late(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+            fake.llm.kill()
+            await fake.llm.wait_dead()
+            return HELLO
+
+        monkeypatch.setattr(Renderer, "render_prompt", render_late)
+        with pytest.raises(EngineDeadError):
+            async with fake.llm.generate("Hello", SHORT):
+                pass
+        await fake.llm.wait_idle()
 
 
 async def test_a_request_whose_reader_has_left_counts_until_the_engine_has_confirmed_it() -> None:
@@ -227,7 +273,7 @@ async def test_each_sampled_choice_counts() -> None:
 
 
 async def test_the_limit_of_tokens_counts_only_prompts_whose_first_token_has_not_come() -> None:
-    refusals = Refusals()
+    refusals = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_tokens": 100, "max_num_seqs": 1}) as fake:
         async with fake.llm.generate([1] * 90, LONG) as running:
             await anext(running)  # its prompt counts no more
@@ -238,7 +284,7 @@ async def test_the_limit_of_tokens_counts_only_prompts_whose_first_token_has_not
                     pass
         await fake.assert_nothing_is_left()
 
-        assert refusals.reasons == ["max_num_queued_tokens"]
+        assert refusals.rejections == ["max_num_queued_tokens"]
 
 
 async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock: MockClock) -> None:
@@ -246,11 +292,11 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
     async with open_fake_llm(step_s=0.1, engine={"max_num_queued_reqs": limit}) as fake:
         ends: list[str] = []
 
-        async def ask(prompt: str) -> None:
+        async def run(prompt: str) -> None:
             nonlocal most
             try:
                 async with fake.llm.generate(prompt, SHORT) as stream:
-                    most = max(most, len(fake.llm._live))
+                    most = max(most, len(fake.llm._registry))
                     async for _ in stream:
                         pass
                 ends.append("answered")
@@ -260,7 +306,7 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
         async with trio.open_nursery() as nursery:
             for number in range(30):
                 # Some prompts are long enough to become tokens in a worker thread, between the two looks at the limit.
-                nursery.start_soon(ask, "hello " * (1 + 100 * (number % 2)))
+                nursery.start_soon(run, "hello " * (1 + 100 * (number % 2)))
 
         assert most == limit
         assert ends.count("answered") == limit
@@ -272,7 +318,7 @@ async def test_counts_are_zero_after_the_death_of_the_engine(autojump_clock: Moc
     async with open_fake_llm(step_s=0.1, engine={"max_num_queued_reqs": 3, "max_num_seqs": 1}) as fake:
         ends: list[type[Exception]] = []
 
-        async def ask() -> None:
+        async def run() -> None:
             try:
                 await read(fake.llm, params=LONG)
             except (EngineDeadError, OverloadedError) as error:
@@ -280,12 +326,12 @@ async def test_counts_are_zero_after_the_death_of_the_engine(autojump_clock: Moc
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(ask)
+                nursery.start_soon(run)
             await wait_all_tasks_blocked()
             fake.core.kill("lost")
 
         assert ends == [EngineDeadError] * 3
-        assert (fake.llm._ledger.num_requests, fake.llm._ledger.num_tokens) == (0, 0)
+        assert (fake.llm._registry._ledger.num_requests, fake.llm._registry._ledger.num_tokens) == (0, 0)
         with pytest.raises(EngineDeadError):
             await read(fake.llm)
 

@@ -27,12 +27,12 @@ STEP_S = 0.1
 
 
 def blocking(seconds: float) -> SamplingParams:
-    """Of a request that has the engine for itself for so long."""
+    """Parameters of a request that has the engine for itself for so long."""
     return SamplingParams(max_tokens=round(seconds / STEP_S))
 
 
 class Engine:
-    """What an engine is told and what it computes."""
+    """What an engine is sent and what it computes."""
 
     def __init__(self, fake: FakeSetUp, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fake = fake
@@ -103,10 +103,11 @@ async def test_what_is_past_its_deadline_while_it_waits_is_dropped_and_never_com
     async with open_fake_llm(step_s=STEP_S, engine=ONE_AT_A_TIME) as fake, AsyncExitStack() as stack:
         engine = Engine(fake, monkeypatch)
         first = await stack.enter_async_context(fake.llm.generate(HELLO, blocking(20), request_id="first"))
+        await anext(first)  # it runs
         await enter_within(2, stack, fake.llm.generate(HELLO, SHORT, request_id="second"))
         assert await engine.num_waiting() == 1
 
-        outputs = await rest_of(first)  # nobody reads the second one, or tells the engine to forget it
+        outputs = await rest_of(first)  # the second one is neither read nor aborted
 
         assert outputs[-1].finished
         assert await engine.num_waiting() == 0
@@ -192,7 +193,7 @@ async def test_a_deadline_that_is_moved_again_and_again_is_not_heeded_any_more(
         stream = await enter_within(2, stack, fake.llm.generate(HELLO, SHORT, request_id="moved"))
         outputs: list[RequestOutput] = []
         while not outputs or not outputs[-1].finished:
-            with trio.move_on_after(3):  # as whoever fills silence with signs of life does
+            with trio.move_on_after(3):  # as a reader does that fills silence with signs of life
                 outputs.append(await anext(stream))
 
         *given, last = engine.deadlines_of("moved")
@@ -208,8 +209,8 @@ async def test_a_request_that_was_dropped_still_counts_until_its_reader_leaves(a
             await enter_within(2, inner, fake.llm.generate(HELLO, SHORT))
             await rest_of(first)
 
-            assert fake.llm._ledger.num_requests == 1
-            assert fake.llm._ledger.num_tokens == len(HELLO)
+            assert fake.llm._registry._ledger.num_requests == 1
+            assert fake.llm._registry._ledger.num_tokens == len(HELLO)
 
         await fake.assert_nothing_is_left()
 

@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.support.asking import ask
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import FakeSetUp, open_fake_llm
 from trio_llm.errors import (
@@ -23,7 +24,7 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.requests.pooling_output import cosine, run_in_order
+from trio_llm.frontend.requests.pooling import cosine, run_in_order
 from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.outputs import PoolingOutput
@@ -39,9 +40,7 @@ STEP_S = 0.1
 
 
 async def answer(llm: AsyncLLM, max_tokens: int = 3) -> None:
-    async with llm.generate(HELLO, SamplingParams(max_tokens=max_tokens)) as stream:
-        async for _ in stream:
-            pass
+    await ask(llm, HELLO, SamplingParams(max_tokens=max_tokens))
 
 
 # ------------------------------------------------------------------------------------------ the vector
@@ -223,7 +222,7 @@ async def test_vectors_count_in_admission_until_they_are_there() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fake.llm.encode, HELLO)
             await wait_all_tasks_blocked()
-            assert (fake.llm._ledger.num_requests, fake.llm._ledger.num_tokens) == (1, 5)
+            assert (fake.llm._registry._ledger.num_requests, fake.llm._registry._ledger.num_tokens) == (1, 5)
             with pytest.raises(QueuedTokensError):
                 await fake.llm.encode([1] * 16)
             nursery.start_soon(fake.llm.encode, HELLO)
@@ -451,22 +450,22 @@ async def test_cancelling_at_every_checkpoint_leaves_nothing_behind(
         assert num_checkpoints >= least, "so few checkpoints that the work was hardly interrupted anywhere"
 
 
-@pytest.mark.parametrize("strange", [SamplingParams(), {}, "embed", 1])
-async def test_an_embedding_takes_the_parameters_of_one(strange: Any) -> None:
+@pytest.mark.parametrize("unfit", [SamplingParams(), {}, "embed", 1])
+async def test_an_embedding_takes_the_parameters_of_one(unfit: Any) -> None:
     async with open_fake_llm() as fake:
         with pytest.raises(InvalidRequestError, match="PoolingParams"):
-            await fake.llm.encode("Hello", strange)
+            await fake.llm.encode("Hello", unfit)
         assert not fake.llm.requests
 
 
-@pytest.mark.parametrize("strange", [PoolingParams(), {}, "x", 0])
-async def test_an_answer_takes_the_parameters_of_one(strange: Any) -> None:
+@pytest.mark.parametrize("unfit", [PoolingParams(), {}, "x", 0])
+async def test_an_answer_takes_the_parameters_of_one(unfit: Any) -> None:
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput("Hello")
 
     async with open_fake_llm() as fake:
         for prompt in ("Hello", inputs()):
             with pytest.raises(InvalidRequestError, match="SamplingParams"):
-                async with fake.llm.generate(prompt, strange):
-                    pytest.fail("it was let in")
-        assert not len(fake.llm._live)
+                async with fake.llm.generate(prompt, unfit):
+                    pytest.fail("it was admitted")
+        assert not len(fake.llm._registry)

@@ -145,7 +145,7 @@ class FakeExecutor(Executor):
             self._compute(chunk, written)
         result = StepResult(
             tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples),
-            tuple(self._score(chunk) for chunk in plan.chunks if chunk.scored),
+            tuple(self._score(chunk) for chunk in plan.chunks if chunk.prompt_logprob_positions),
         )
         return _FakeStep(self, self._num_steps, result)
 
@@ -287,7 +287,7 @@ class FakeExecutor(Executor):
 
     def _score(self, chunk: ScheduledChunk) -> list[LogprobRow]:
         token_ids, num_top = chunk.sequence.token_ids, chunk.sequence.params.prompt_logprobs
-        rows = [self._logprobs(token_ids[position], position, num_top) for position in chunk.scored]
+        rows = [self._logprobs(token_ids[position], position, num_top) for position in chunk.prompt_logprob_positions]
         return [row for row in rows if row is not None]
 
     def _find_fault(self, sequence: Sequence) -> SampledToken | RowError | None:

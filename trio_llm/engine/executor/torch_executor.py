@@ -53,13 +53,13 @@ class _TorchStep:
     """Of the chunks with `samples`, in order: a token, or else a vector."""
     tokens: PendingTokens | None
     vectors: list[PooledVector | RowError]
-    scored: tuple[list[LogprobRow], ...]
+    prompt_logprobs: tuple[list[LogprobRow], ...]
 
     def wait(self) -> StepResult:
         tokens = iter(self.tokens.wait() if self.tokens is not None else ())
         vectors = iter(self.vectors)
         outcomes = tuple(next(tokens) if is_sampled else next(vectors) for is_sampled in self.are_sampled)
-        return StepResult(outcomes, self.scored)
+        return StepResult(outcomes, self.prompt_logprobs)
 
 
 class TorchExecutor(Executor):
@@ -117,7 +117,7 @@ class TorchExecutor(Executor):
         inputs = batch.token_ids, batch.positions, batch.logits_rows
         scored: tuple[list[LogprobRow], ...] = ()
         hidden = None
-        scores = any(chunk.sequence.params.prompt_logprobs is not None and chunk.scored for chunk in plan.chunks)
+        scores = any(chunk.prompt_logprob_positions for chunk in plan.chunks)
         if scores or self._pooler.needs_hidden(plan):
             logits, hidden = self._model.forward_and_keep(*inputs, kv=self._kv, attention=batch.attention)
             scored = self._score(plan, hidden) if scores else ()
@@ -157,7 +157,7 @@ class TorchExecutor(Executor):
         scored: list[list[LogprobRow]] = []
         first = 0  # row of the chunk's first token in the batch
         for chunk in plan.chunks:
-            positions, num_top = chunk.scored, chunk.sequence.params.prompt_logprobs
+            positions, num_top = chunk.prompt_logprob_positions, chunk.sequence.params.prompt_logprobs
             if positions and num_top is not None:
                 scores: list[LogprobRow] = []
                 for begin in range(positions.start, positions.stop, slice_rows):

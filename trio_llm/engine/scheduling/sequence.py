@@ -74,7 +74,7 @@ class Sequence:
     finish_reason: FinishReason | None = None
     bad_words: list[list[int]] = field(default_factory=list)
     """Token ids that must not come to stand one after the other; none of these lists is empty."""
-    num_scored_tokens: int = 1
+    next_prompt_logprob: int = 1
     """Prompt tokens whose log-probabilities are out, if they were asked for; the first token has none. Kept when the
     sequence is preempted: what is out is not computed again."""
     is_resumable: bool = False

@@ -31,7 +31,7 @@ class SequenceBlocks:
         self.log = KVEventLog() if limits.logs_kv_events else None
         """What enters and leaves the cache; None: nobody wants to know."""
         self._pool = BlockPool(limits.num_blocks, keeps_cache=limits.keeps_cache, log=self.log)
-        self.kept = IdleBlocks(self._pool)
+        self.idle = IdleBlocks(self._pool)
         """Sequences that do not run and hold blocks all the same."""
 
     @property
@@ -62,7 +62,7 @@ class SequenceBlocks:
         if num_evicted is None:
             self._pool.release(cached)
             return None
-        self.kept.remove(sequence)
+        self.idle.remove(sequence)
         sequence.block_ids.extend(cached)
         if cached:
             sequence.num_published_blocks = len(cached)
@@ -88,9 +88,9 @@ class SequenceBlocks:
         """
         if count <= self._pool.num_free:
             return 0
-        if not self.kept or not self.kept.can_give(count - self._pool.num_free, but=but):
+        if not self.idle or not self.idle.can_give(count - self._pool.num_free, but=but):
             return None
-        return self.kept.take(count, but=but)
+        return self.idle.take(count, but=but)
 
     def take_all(self, sequence: Sequence) -> list[int]:
         """A sequence's blocks, which it then has no more; `release` them."""
@@ -145,7 +145,7 @@ class SequenceBlocks:
     def _find_cached(self, sequence: Sequence) -> list[int]:
         """Blocks with the sequence's first tokens, to the last but one at most: the last gives the next token."""
         params = sequence.params
-        wants_scores = params.prompt_logprobs is not None and sequence.num_scored_tokens < sequence.num_prompt_tokens
+        wants_scores = params.prompt_logprobs is not None and sequence.next_prompt_logprob < sequence.num_prompt_tokens
         # Hidden states are not in the cache: a mean needs those of all tokens.
         wants_all = wants_scores or (sequence.pooling is not None and sequence.pooling.is_mean)
         if sequence.block_ids or wants_all or not self._limits.keeps_cache:

@@ -47,7 +47,7 @@ class ScheduledChunk:
         return self.start + self.count > len(self.sequence.token_ids)
 
     @property
-    def scored(self) -> range:
+    def prompt_logprob_positions(self) -> range:
         """Positions of the prompt tokens whose log-probabilities this chunk gives: its rows come right before them.
 
         Empty unless the request asked for them. To be read before the plan is committed.
@@ -55,7 +55,7 @@ class ScheduledChunk:
         sequence = self.sequence
         if sequence.params.prompt_logprobs is None:
             return range(0)
-        start = max(self.start + 1, sequence.num_scored_tokens)
+        start = max(self.start + 1, sequence.next_prompt_logprob)
         return range(start, max(start, min(self.start + self.count + 1, sequence.num_prompt_tokens)))
 
 
@@ -95,7 +95,7 @@ class RowError:
 class StepResult:
     sampled: tuple[SampledToken | PooledVector | RowError, ...]
     """One a chunk with `samples`, in the plan's order; vectors are for pooling sequences, tokens for all others."""
-    scored: tuple[list[LogprobRow], ...] = ()
+    prompt_logprobs: tuple[list[LogprobRow], ...] = ()
     """One a chunk with `scored` positions, in the plan's order; one row a position."""
 
 

@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from trio_llm.errors import InvalidRequestError, NotSupportedError, PromptTooLongError
-from trio_llm.frontend.requests.parallel_sampling import num_scorings
+from trio_llm.frontend.requests.output.parallel_sampling import num_scorings
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams, is_valid_text
 from trio_llm.wire.messages import NO_SAMPLING, Continue, EngineCoreRequest, ModelConfig
@@ -89,7 +89,7 @@ def check_cache_salt(cache_salt: str | None) -> None:
     if cache_salt is None:
         return
     if not isinstance(cache_salt, str) or not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-        # Not quoted: it may be somebody's secret.
+        # Not quoted: it may be a secret.
         raise InvalidRequestError(
             f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters; leave it out to share with all "
             "requests that have none",

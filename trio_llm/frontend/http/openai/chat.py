@@ -6,55 +6,75 @@ Pure. Used by its route.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.field_errors import name_as_asked
-from trio_llm.frontend.http.openai.fields import (
-    NOT_SUPPORTED,
-    CommonFields,
-    Neutral,
-    only,
-    parse_request,
-    sampling_params,
-)
-from trio_llm.frontend.rendering.messages import MAX_MESSAGES
+from trio_llm.frontend.http.answers.client_names import in_client_names
+from trio_llm.frontend.http.openai.body import Neutral, WholeNumber, only
+from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, sampling_params
+from trio_llm.frontend.http.openai.schemas import INT64_MAX, MESSAGES, Schema, bounded, implies
+from trio_llm.frontend.rendering.chat_template import RESERVED_KWARGS
 from trio_llm.quoting import quote
 from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["ChatRequest", "chat_params", "param_names", "parse_chat_request"]
+__all__ = ["ChatRequest", "chat_params", "param_names"]
 
 MAX_TEMPLATE_KWARGS = 64
 
-_CHAT_NOT_SUPPORTED: Mapping[str, Neutral] = {
-    **NOT_SUPPORTED,
-    "tools": only(),
-    "tool_choice": only("none", "auto"),
-    "functions": only(),
-    "function_call": only("none", "auto"),
-    "chat_template": only(),
-    "documents": only([]),
-    "reasoning_effort": only("none"),
-    "add_special_tokens": only(False),
-    "echo": only(False),
-}
+TemplateKwarg = Annotated[str, Field(json_schema_extra={"not": {"enum": sorted(RESERVED_KWARGS)}})]
 
 
 class ChatRequest(CommonFields):
     """A conversation to continue."""
 
+    not_supported: ClassVar[Mapping[str, Neutral]] = {
+        **NOT_SUPPORTED,
+        "tools": only([]),
+        "tool_choice": only("none", "auto"),
+        "functions": only([]),
+        "function_call": only("none", "auto"),
+        "chat_template": only(),
+        "documents": only([]),
+        "reasoning_effort": only("none"),
+        "add_special_tokens": only(False),
+        "echo": only(False),
+    }
+
+    rules: ClassVar[tuple[Schema, ...]] = (
+        *CommonFields.rules,
+        implies("top_logprobs", {"type": "integer", "not": {"const": 0}}, "logprobs", {"const": True}),
+        implies(
+            "continue_final_message",
+            {"const": True},
+            "add_generation_prompt",
+            {"enum": [False, None]},
+            is_needed=False,
+        ),
+    )
+
     # Judged by the renderer, as those of any other caller.
-    messages: Annotated[
-        Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"type": "object"}})
-    ]
-    max_completion_tokens: int | None = None
+    messages: Annotated[Any, WithJsonSchema(MESSAGES)]
+    max_completion_tokens: Annotated[WholeNumber | None, bounded(1, INT64_MAX)] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[WholeNumber | None, bounded(0, MAX_LOGPROBS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=MAX_TEMPLATE_KWARGS)] = None
+    chat_template_kwargs: Annotated[dict[TemplateKwarg, Any] | None, Field(max_length=MAX_TEMPLATE_KWARGS)] = None
+
+    def check_together(self) -> None:
+        super().check_together()
+        # The newer name goes before the older one, which is judged all the same.
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= INT64_MAX:
+            raise InvalidRequestError(
+                f"max_tokens must be an integer from 1 to {INT64_MAX}, not {quote(self.max_tokens)}", "max_tokens"
+            )
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """The answer has something of the prompt: its ids, or its log-probabilities."""
+        return bool(self.return_token_ids) or self.prompt_logprobs is not None
 
     @property
     def adds_generation_prompt(self) -> bool:
@@ -62,15 +82,6 @@ class ChatRequest(CommonFields):
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
-
-
-def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The request in a JSON object.
-
-    Raises:
-        InvalidRequestError: `param` names the field at fault.
-    """
-    return parse_request(ChatRequest, body, _CHAT_NOT_SUPPORTED)
 
 
 def chat_params(request: ChatRequest, defaults: Mapping[str, float]) -> SamplingParams:
@@ -91,10 +102,11 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, float]) -> Sampling
             request,
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=top if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
             defaults=defaults,
         )
     except InvalidRequestError as error:
-        raise name_as_asked(error, param_names(request)) from None
+        raise in_client_names(error, param_names(request)) from None
 
 
 def param_names(request: ChatRequest) -> Mapping[str, str]:

@@ -6,14 +6,14 @@ Pure. Used by their routes. The first is OpenAI's, the others are in the form of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.fields import Neutral, RequestId, StrictModel, only, parse_body
-from trio_llm.frontend.http.openai.prompts import prompt_schema
-from trio_llm.pooling import PoolingParams
+from trio_llm.frontend.http.openai.body import ModelRequest, Neutral, only
+from trio_llm.frontend.http.openai.schemas import NON_EMPTY, Schema, implies, one_or_many, prompt_schema
+from trio_llm.pooling import PoolingKind, PoolingParams, PoolingTask
 
 __all__ = [
     "MAX_INPUTS",
@@ -24,18 +24,17 @@ __all__ = [
     "VectorFields",
     "embedding_params",
     "pair_up",
-    "parse_vector_request",
     "pooling_params",
     "score_params",
 ]
 
 MAX_INPUTS: Final = 2048
-"""Vectors in one request: of `input`, or of both texts to compare."""
+"""Vectors in one request: for `input`, or for both texts to compare."""
 
 POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "dimensions": only(),
     "truncate_prompt_tokens": only(),
-    "messages": only(),
+    "messages": only([]),
     "embed_dtype": only("float32"),
     "endianness": only("native", "little"),
     "use_activation": only(True),
@@ -48,14 +47,18 @@ POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
 EncodingFormat = Literal["float", "base64"]
 
 
-class VectorFields(StrictModel):
-    """What all of these requests have."""
+class VectorFields(ModelRequest):
+    """Fields of all requests for vectors."""
 
-    model: str | None = None
-    pooling: str | None = None
+    not_supported: ClassVar[Mapping[str, Neutral]] = POOLING_NOT_SUPPORTED
+
+    pooling: Annotated[str | None, WithJsonSchema({"enum": [*get_args(PoolingKind), None]})] = None
     add_special_tokens: bool | None = None
-    timeout: float | None = None
-    request_id: RequestId = None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """The tokenizer adds its own, such as the beginning of text."""
+        return self.add_special_tokens is not False
 
 
 class EmbeddingRequest(VectorFields):
@@ -69,56 +72,41 @@ class EmbeddingRequest(VectorFields):
 class PoolingRequest(EmbeddingRequest):
     """Texts to embed or to classify."""
 
-    task: str | None = None
+    rules: ClassVar[tuple[Schema, ...]] = (
+        implies("task", {"const": "classify"}, "pooling", {"enum": ["last", None]}, is_needed=False),
+        implies("task", {"const": "classify"}, "normalize", {"enum": [True, None]}, is_needed=False),
+    )
 
-
-_TEXTS: Final = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
+    task: Annotated[str | None, WithJsonSchema({"enum": [*get_args(PoolingTask), None]})] = None
 
 
 class ScoreRequest(VectorFields):
     """Texts to compare: one with each of many, or pair by pair."""
 
-    text_1: Annotated[Any, WithJsonSchema(_TEXTS)]
-    text_2: Annotated[Any, WithJsonSchema(_TEXTS)]
-
-
-Request = TypeVar("Request", bound=VectorFields)
-
-
-def parse_vector_request(model: type[Request], body: Mapping[str, Any]) -> Request:
-    """The request in a JSON object.
-
-    Raises:
-        InvalidRequestError: a field has the wrong type, or a value that is not supported.
-    """
-    return parse_body(model, body, POOLING_NOT_SUPPORTED)
+    text_1: Annotated[Any, WithJsonSchema(one_or_many(NON_EMPTY, MAX_INPUTS - 1))]
+    text_2: Annotated[Any, WithJsonSchema(one_or_many(NON_EMPTY, MAX_INPUTS - 1))]
 
 
 def embedding_params(request: EmbeddingRequest) -> PoolingParams:
-    """What /v1/embeddings asks for. Raises InvalidRequestError."""
+    """The parameters of /v1/embeddings. Raises InvalidRequestError."""
     return _params(task="embed", pooling=request.pooling, normalize=request.normalize)
 
 
 def pooling_params(request: PoolingRequest, tasks: Collection[str]) -> PoolingParams:
-    """What /pooling asks for: without a task, classes from a model that has some, else embeddings.
+    """The parameters of /pooling. Without a task they ask for classes if the model has some, else for an embedding.
 
     Args:
-        tasks: of the model.
+        tasks: those of the served model.
 
     Raises:
         InvalidRequestError: a value is wrong, or does not go with the task.
     """
-    task = request.task or ("classify" if "classify" in tasks else "embed")
+    task = ("classify" if "classify" in tasks else "embed") if request.task is None else request.task
     return _params(task=task, pooling=request.pooling, normalize=request.normalize)
 
 
 def score_params(request: ScoreRequest) -> PoolingParams:
-    """What /score compares. Raises InvalidRequestError."""
+    """The parameters of /score. Raises InvalidRequestError."""
     return _params(task="embed", pooling=request.pooling)
 
 
@@ -126,7 +114,7 @@ def pair_up(request: ScoreRequest) -> tuple[list[str], list[str]]:
     """Both sides of a comparison, each with as many texts as were sent: one, or as many as on the other side.
 
     Raises:
-        InvalidRequestError: they are no such texts, or too many.
+        InvalidRequestError: a side has something else, or both have too many.
     """
     first, second = _texts("text_1", request.text_1), _texts("text_2", request.text_2)
     if len(first) != 1 and len(first) != len(second):

@@ -1,7 +1,7 @@
 """Parallel sampling: one request for n choices becomes n requests to the engine, and their ends become one.
 
-Pure. Used by `RequestRegistry`, which sends the children, the output processor and the collector. The engine computes
-the prompt for the first child, and the others find it in the prefix cache, but for its last, unfilled block.
+Pure. Used by `RequestRegistry`, which sends the children, by the output processor and by the collector. The engine
+computes the prompt for the first child. The others find it in the prefix cache, except for its last, unfilled block.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def num_scorings(params: SamplingParams) -> int:
-    """How many of the children tell the prompt's log-probabilities.
+    """How many of the children give the prompt's log-probabilities.
 
-    One prompt, one scoring; but with DELTA, any of the choices may be the first to be read.
+    One would do, since the prompt is the same. But with DELTA, any of the choices may be the first to be read.
     """
     return params.n if params.output_kind is RequestOutputKind.DELTA and not params.is_greedy else 1
 
@@ -72,16 +72,17 @@ class Family:
         "_choices",
         "_has_first_token",
         "_kind",
-        "_unfinished",
         "child_ids",
         "num_cached_tokens",
         "prompt_logprobs",
+        "unfinished",
     )
 
     def __init__(self, child_ids: list[str], kind: RequestOutputKind) -> None:
         self.child_ids = child_ids
         self._kind = kind
-        self._unfinished = set(range(len(child_ids)))
+        self.unfinished = set(range(len(child_ids)))
+        """Indices of the choices whose last output has not come."""
         self._choices: list[CompletionOutput] = []
         self._has_first_token = False
         self.num_cached_tokens = 0
@@ -96,11 +97,11 @@ class Family:
         Only the last one of the last child is `finished`.
         """
         (choice,) = output.outputs
-        self._unfinished.remove(choice.index)
-        output.finished = not self._unfinished
+        self.unfinished.remove(choice.index)
+        output.finished = not self.unfinished
         if self._kind is RequestOutputKind.FINAL_ONLY:
             self._choices.append(choice)
-            if self._unfinished:
+            if self.unfinished:
                 return None
             output.outputs = sorted(self._choices, key=lambda choice: choice.index)
             output.prompt_logprobs = self.prompt_logprobs

@@ -1,0 +1,90 @@
+"""What the result of a step means for the front end: the rows that the scheduler makes, and faults of single rows.
+
+Pure. Used by the scheduler.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from trio_llm.engine.scheduling.limits import SchedulerLimits
+from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
+from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, StepPlan, StepResult
+from trio_llm.outputs import FinishReason
+from trio_llm.wire.messages import EngineCoreOutput
+
+__all__ = ["final_row", "find_fault", "pooled_row", "prompt_logprob_rows", "token_row"]
+
+_ROW_PROMPT_LOGPROBS: Final = 128
+"""Prompt tokens whose log-probabilities go into one row: the front end takes about 2 ms for so many."""
+
+
+def prompt_logprob_rows(plan: StepPlan, result: StepResult) -> list[EngineCoreOutput]:
+    """The rows with the prompt log-probabilities of a step; none for sequences that are finished."""
+    rows = []
+    chunks = [(chunk, positions) for chunk in plan.chunks if (positions := chunk.prompt_logprob_positions)]
+    for (chunk, positions), logprobs in zip(chunks, result.prompt_logprobs, strict=True):
+        assert len(logprobs) == len(positions), "not one row of log-probabilities per position"
+        if chunk.sequence.state is SequenceState.FINISHED:
+            continue
+        chunk.sequence.next_prompt_logprob = positions.stop
+        for first in range(0, len(logprobs), _ROW_PROMPT_LOGPROBS):
+            rows.append(
+                EngineCoreOutput(
+                    request_id=chunk.sequence.request_id,
+                    start=chunk.sequence.next_start,
+                    new_token_ids=[],
+                    prompt_logprobs=logprobs[first : first + _ROW_PROMPT_LOGPROBS],
+                    prompt_logprobs_start=positions.start + first,
+                )
+            )
+    return rows
+
+
+def token_row(
+    sequence: Sequence, sampled: SampledToken, *, finish_reason: FinishReason | None, stop_reason: int | None
+) -> EngineCoreOutput:
+    """The row with the newest token of a sequence, which is among its tokens already."""
+    start = sequence.next_start - 1
+    return EngineCoreOutput(
+        request_id=sequence.request_id,
+        start=start,
+        new_token_ids=[sampled.token_id],
+        logprobs=None if sampled.logprobs is None else [sampled.logprobs],
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        num_cached_tokens=(sequence.num_cached_tokens or 0) if start == 0 else 0,
+        goes_on=sequence.is_resumable and finish_reason is not None,
+    )
+
+
+def pooled_row(sequence: Sequence, vector: PooledVector) -> EngineCoreOutput:
+    """The only row of a finished pooling sequence."""
+    return EngineCoreOutput(
+        sequence.request_id,
+        sequence.next_start,
+        new_token_ids=[],
+        finish_reason=sequence.finish_reason,
+        num_cached_tokens=sequence.num_cached_tokens or 0,
+        pooled=vector.data,
+    )
+
+
+def final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool = False) -> EngineCoreOutput:
+    """The last row of a finished sequence, without a token."""
+    reason, start = sequence.finish_reason, sequence.next_start
+    return EngineCoreOutput(
+        sequence.request_id, start, new_token_ids=[], finish_reason=reason, error=error, is_expired=is_expired
+    )
+
+
+def find_fault(outcome: SampledToken | PooledVector | RowError, limits: SchedulerLimits) -> str | None:
+    """Why the sequence of this row cannot go on, or None."""
+    if isinstance(outcome, RowError):
+        return outcome.message
+    if isinstance(outcome, SampledToken) and not 0 <= outcome.token_id < limits.logits_width:
+        return (
+            f"the model gave token {outcome.token_id}, which is outside 0 to {limits.logits_width - 1}; "
+            "this request cannot go on"
+        )
+    return None
