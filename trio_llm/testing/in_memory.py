@@ -32,7 +32,7 @@ class InMemoryCoreClient:
     """
 
     def __init__(self, executor: Executor, config: EngineConfig, *, step_s: float = 0.0, epoch: int = 1) -> None:
-        self.core = EngineCore(executor, config, epoch=epoch)
+        self.core = EngineCore(executor, config, epoch=epoch, clock=trio.current_time)
         self.step_s = step_s
         """May be changed at any time, for the steps that come."""
         self.on_sent: Callable[[ToEngine], None] = lambda message: None
@@ -106,17 +106,24 @@ class InMemoryCoreClient:
         if self.is_paused:
             await self._resumed.wait()
         while self._inbox:
-            self.core.handle(decode_to_engine(self._inbox.popleft()), trio.current_time())
+            self.core.handle(decode_to_engine(self._inbox.popleft()))
+        for answer in self.core.take_answers():
+            self._sent_s = trio.current_time()
+            self._send(answer)
         if not self.core.is_busy:
             await self._wait_for_input()
             return
-        outputs = self.core.step(trio.current_time())
+        outputs = self.core.step()
         if outputs is not None:
             self._sent_s = trio.current_time()
         await trio.sleep(self.step_s)
         if self.is_paused:
             await self._resumed.wait()
-        if outputs is not None and self._dead_reason is None and not self._is_lost(outputs):
+        if outputs is not None:
+            self._send(outputs)
+
+    def _send(self, outputs: EngineCoreOutputs) -> None:
+        if self._dead_reason is None and not self._is_lost(outputs):
             self._outbox.append(encode(outputs))
             self._has_output.set()
 
