@@ -12,17 +12,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.chat import _CHAT_NOT_SUPPORTED, MAX_TEMPLATE_KWARGS, ChatRequest, parse_chat_request
+from trio_llm.frontend.http.openai.chat import MAX_TEMPLATE_KWARGS, ChatRequest
 from trio_llm.frontend.http.openai.completions import (
-    _COMPLETION_NOT_SUPPORTED,
     DEFAULT_MAX_TOKENS,
     MAX_CHOICES,
     MAX_PROMPTS,
     CompletionRequest,
-    parse_completion_request,
 )
-from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, Neutral
-from trio_llm.frontend.http.openai.openapi import openapi_document
+from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, Neutral, parse_body
 from trio_llm.frontend.http.openai.pooling import (
     MAX_INPUTS,
     POOLING_NOT_SUPPORTED,
@@ -31,6 +28,7 @@ from trio_llm.frontend.http.openai.pooling import (
     ScoreRequest,
     VectorFields,
 )
+from trio_llm.frontend.http.openapi import openapi_document
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS, MAX_PROMPT_LOGPROBS
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
@@ -94,8 +92,8 @@ def test_the_tables_of_supported_fields_are_the_request_models(title: str, expec
     ("path", "expected"),
     [
         ("both", set(NOT_SUPPORTED)),
-        ("chat", set(_CHAT_NOT_SUPPORTED) - set(NOT_SUPPORTED)),
-        ("completions", set(_COMPLETION_NOT_SUPPORTED) - set(NOT_SUPPORTED)),
+        ("chat", set(ChatRequest.not_supported) - set(NOT_SUPPORTED)),
+        ("completions", set(CompletionRequest.not_supported) - set(NOT_SUPPORTED)),
     ],
 )
 def test_the_table_of_refused_fields_is_the_code_s(path: str, expected: set[str]) -> None:
@@ -108,9 +106,9 @@ def test_a_refused_field_is_accepted_with_the_values_of_the_page_alone(
 ) -> None:
     tables: list[Mapping[str, Neutral]] = []
     if where in ("both", "chat"):
-        tables.append(_CHAT_NOT_SUPPORTED)
+        tables.append(ChatRequest.not_supported)
     if where in ("both", "completions"):
-        tables.append(_COMPLETION_NOT_SUPPORTED)
+        tables.append(CompletionRequest.not_supported)
 
     for table in tables:
         assert table[name](None)
@@ -182,13 +180,13 @@ def test_the_ignored_fields_of_the_page_are_ignored() -> None:
     assert len(names) > 5
     extra = {name: ["any", "thing"] for name in names}
 
-    assert parse_chat_request({**CHAT, **extra}) == parse_chat_request(CHAT)
-    assert parse_completion_request({**COMPLETION, **extra}) == parse_completion_request(COMPLETION)
+    assert parse_body(ChatRequest, {**CHAT, **extra}) == parse_body(ChatRequest, CHAT)
+    assert parse_body(CompletionRequest, {**COMPLETION, **extra}) == parse_body(CompletionRequest, COMPLETION)
 
 
 def test_a_field_that_is_refused_names_itself() -> None:
     with pytest.raises(InvalidRequestError) as caught:
-        parse_chat_request({**CHAT, "best_of": 2})
+        parse_body(ChatRequest, {**CHAT, "best_of": 2})
 
     assert caught.value.param == "best_of"
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from collections.abc import Sized
 
 import pytest
 import trio
@@ -11,6 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.support.fake_llm import open_fake_llm
 from tests.support.scripted_core import ScriptedCore
+from tests.support.stat_loggers import RecordingStatLogger
 from trio_llm.config import EngineConfig
 from trio_llm.errors import (
     EngineDeadError,
@@ -144,7 +146,7 @@ async def test_abort_by_the_callers_id_ends_every_request_of_that_id() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run, "x")
             nursery.start_soon(run, "x")
-            await wait_all_or_running(fake.llm._live.processor, 2)
+            await wait_all_or_running(fake.llm._live, 2)
             assert fake.llm.abort("x") == 2
 
         assert ends == ["abort", "abort"]
@@ -152,9 +154,9 @@ async def test_abort_by_the_callers_id_ends_every_request_of_that_id() -> None:
         await fake.assert_nothing_is_left()
 
 
-async def wait_all_or_running(processor: object, count: int) -> None:
+async def wait_all_or_running(requests: Sized, count: int) -> None:
     """Until so many requests are registered."""
-    while len(processor) < count:  # type: ignore[arg-type]
+    while len(requests) < count:
         await trio.lowlevel.checkpoint()
 
 
@@ -417,8 +419,7 @@ async def test_every_reader_gets_its_text_and_then_the_reason_when_the_engine_di
 async def test_a_gap_in_the_output_ends_the_engine(finish_reason: FinishReason | None) -> None:
     async with open_fake_llm() as fake, fake.llm.generate(HELLO, params(2000)) as stream:
         await anext(stream)
-        assert fake.llm._live.processor is not None
-        (internal_id,) = fake.llm._live.processor._states
+        (internal_id,) = fake.llm._live.in_flight
         fake.core.inject(
             EngineCoreOutputs(1, 9999, 0.0, [EngineCoreOutput(internal_id, 1999, [1], finish_reason=finish_reason)])
         )
@@ -470,28 +471,8 @@ async def test_final_only_gives_one_output_with_everything() -> None:
         assert len(outputs[0].outputs[0].token_ids) == 20
 
 
-class Recorder:
-    """A StatLogger that adds up."""
-
-    def __init__(self) -> None:
-        self.num_tokens = 0
-        self.reasons: list[str] = []
-        self.last: SchedulerStats | None = None
-
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        self.num_tokens += iteration.num_generation_tokens
-        self.reasons += [finished.finish_reason for finished in iteration.finished]
-        self.last = scheduler or self.last
-
-    def record_rejection(self, reason: str) -> None:
-        pass
-
-    def log(self) -> None:
-        pass
-
-
 async def test_statistics_count_every_token_and_one_end_a_request() -> None:
-    recorder = Recorder()
+    recorder = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[recorder], failing_row_prompt=7) as fake:
         await read(fake.llm.generate(HELLO, params(5)))
         with pytest.raises(EngineGenerateError):
@@ -502,26 +483,26 @@ async def test_statistics_count_every_token_and_one_end_a_request() -> None:
 
     assert sorted(recorder.reasons) == ["abort", "error", "length"]
     assert 5 + 1 <= recorder.num_tokens < 5 + 2000
-    assert recorder.last is not None
-    assert (recorder.last.num_running, recorder.last.num_waiting) == (0, 0)
+    assert recorder.scheduler is not None
+    assert (recorder.scheduler.num_running, recorder.scheduler.num_waiting) == (0, 0)
 
 
 async def test_a_logger_that_raises_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
-    class Broken(Recorder):
-        def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+    class Broken(RecordingStatLogger):
+        def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int) -> None:
             raise OSError("disk full")
 
-    class BrokenLog(Recorder):
+    class BrokenLog(RecordingStatLogger):
         def log(self) -> None:
             raise OSError("disk full")
 
-    healthy = Recorder()
+    healthy = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[Broken(), BrokenLog(), healthy]) as fake:
         fake.llm.do_log_stats()
         await read(fake.llm.generate(HELLO, params(5)))
 
     assert healthy.num_tokens == 5
-    assert caplog.text.count("left out") == 2
+    assert caplog.text.count("records no statistics from now on") == 2
 
 
 async def test_a_reader_outside_the_block_of_open_llm_learns_that_it_was_left(autojump_clock: MockClock) -> None:

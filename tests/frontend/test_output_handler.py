@@ -1,4 +1,4 @@
-"""OutputHandler over a scripted engine: what it tells the engine, its owner and each reader."""
+"""OutputHandler over a scripted engine: what it sends to the engine, its owner and each reader."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.requests.collector import RequestOutputCollector
-from trio_llm.frontend.requests.output_processor import OutputProcessor
-from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
+from trio_llm.frontend.requests.in_flight import InFlightRequest
+from trio_llm.frontend.requests.output.output_processor import OutputProcessor
+from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.outputs import FinishReason
 from trio_llm.sampling import SamplingParams
@@ -33,28 +34,28 @@ ACK_STEPS = 4
 
 
 class HandlerSetUp:
-    """A handler that runs, with notes of what its owner was told."""
+    """A handler that runs, with notes of what its owner was seen."""
 
     def __init__(self) -> None:
         self.core = ScriptedCore()
-        self.told: list[object] = []
+        self.seen: list[object] = []
         recorder = StatisticsRecorder([])
         self.requests = RequestRegistry(
-            self.core, recorder, AdmissionLedger(AdmissionLimits()), lambda: self.told.append("gone")
+            [self.core], recorder, AdmissionLedger(AdmissionLimits()), lambda: self.seen.append("gone")
         )
         self.handler = OutputHandler(
             self.core,
             self.requests,
             recorder,
             OutputHandlerHooks(
-                on_sign_of_life=lambda: self.told.append("life"),
-                on_step=lambda: self.told.append("step"),
-                on_progress=self.told.append,
-                on_ready=self.told.append,
-                on_utility_result=self.told.append,
-                on_lost=self.told.append,
-                on_kv_events=self.told.append,
-                on_dead=self.told.append,
+                on_sign_of_life=lambda: self.seen.append("life"),
+                on_step=lambda: self.seen.append("step"),
+                on_progress=self.seen.append,
+                on_ready=self.seen.append,
+                on_utility_result=self.seen.append,
+                on_lost=self.seen.append,
+                on_kv_events=self.seen.append,
+                on_dead=self.seen.append,
             ),
             ack_steps=ACK_STEPS,
         )
@@ -66,12 +67,12 @@ class HandlerSetUp:
         assert self.requests.processor is not None
         params = SamplingParams(max_tokens=9, seed=1)
         live = InFlightRequest(
-            self.requests.processor.add(EngineCoreRequest(request_id, [1], params), external_id or request_id),
+            self.requests.processor.make_state(EngineCoreRequest(request_id, [1], params), external_id or request_id),
             RequestOutputCollector(params.output_kind),
             RequestClock(0.0),
         )
         self.requests.register(live)
-        live.state.num_tokens_when_sent = 0
+        live.state.mark_sent()
         return live
 
     def step(self, *rows: EngineCoreOutput) -> EngineCoreOutputs:
@@ -82,6 +83,7 @@ class HandlerSetUp:
         """One step's rows, taken before this returns."""
         self.core.say(self.step(*rows))
         await wait_all_tasks_blocked()
+        self.requests.check()
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ async def test_every_kind_of_message_is_a_sign_of_life_and_reaches_its_hook(up: 
     up.core.say(EngineCoreOutputs(1, 1, 0.0, utility_results=[result]))
     await wait_all_tasks_blocked()
 
-    assert up.told == ["life", progress, "life", "life", result]
+    assert up.seen == ["life", progress, "life", "life", result]
 
 
 async def test_steps_are_acknowledged_each_so_many_and_once_a_batch(up: HandlerSetUp) -> None:
@@ -130,7 +132,7 @@ async def test_a_reader_that_leaves_is_one_abort_and_the_request_counts_until_th
     await up.say(a_row("a", 1, end="abort"))
 
     assert len(up.requests) == 0
-    assert up.told[-1] == "gone"
+    assert up.seen[-1] == "gone"
     assert up.core.sent == [Abort(["a"])]
 
 
@@ -182,9 +184,17 @@ async def test_the_engines_end_gives_each_reader_what_it_is_owed_and_an_error_of
             await live.collector.receive()
         errors.append(raised.value)
     assert errors[0] is not errors[1]
-    assert [type(told) for told in up.told[-2:]] == [EngineDeadError, str]
+    assert [type(seen) for seen in up.seen[-2:]] == [EngineDeadError, str]
     assert len(up.requests) == 0
     up.requests.leave(lives[0])
+    assert up.core.sent == []
+
+
+async def test_a_row_of_an_unknown_request_is_dropped(up: HandlerSetUp) -> None:
+    live = up.add("a")
+    await up.say(a_row("gone", 0, 1, end="length"), a_row("a", 0, 1, end="length"))
+
+    assert (await live.collector.receive()).outputs[0].token_ids == [1]
     assert up.core.sent == []
 
 

@@ -12,6 +12,7 @@ from trio.testing import MockClock
 from trio_llm import SamplingParams
 from trio_llm.errors import EngineGenerateError, EngineStartupError, InvalidRequestError
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.testing import FakeLLM, open_fake_llm
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig, ToEngine
 
@@ -119,13 +120,14 @@ async def test_a_suspect_that_is_dropped_for_its_deadline_does_not_hold_up_the_n
                     for _ in range(2):
                         await lose_engine(llm)
                         await anext(busy)
-                    _, first, second = llm._live.by_state
-                    assert llm._live._resumption.on_trial is first
+                    _, first, second = (request.state for request in llm._live.in_flight.values())
+                    resumption = llm._live._engines[0]._resumption
+                    assert resumption.on_trial is first
 
                     await trio.sleep(10)
 
-                    assert first.is_dropped
-                    assert llm._live._resumption.on_trial is second
+                    assert first.status is RequestStatus.EXPIRED
+                    assert resumption.on_trial is second
 
 
 async def test_an_engine_may_take_long_to_be_brought_to_where_the_dead_one_was(autojump_clock: MockClock) -> None:

@@ -13,7 +13,7 @@ import trio
 from tests.support.http_server import CHAT, COMPLETION
 from trio_llm.config import ServerConfig
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.generation import RunningRequests
+from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.routes import create_routes
 from trio_llm.frontend.http.server.shell import ASGIApp, Message, Scope, Shell
 

@@ -93,6 +93,9 @@ class FakeRenderer:
         ids = [ord(character) % 256 for character in prompt]
         return [1, *ids] if add_special_tokens else ids
 
+    async def render_prompts(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
+        return [await self.render_prompt(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+
     async def render_text(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         await trio.lowlevel.checkpoint()
         return "".join(map(self.token_text, token_ids[skip_special_tokens and token_ids[0] == 1 :]))

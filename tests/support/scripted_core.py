@@ -14,9 +14,11 @@ __all__ = ["ScriptedCore"]
 
 
 class ScriptedCore:
-    """Implements `CoreClient`."""
+    """Implements `CoreClient`, and `EngineLink` for the one engine."""
 
-    def __init__(self) -> None:
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self.is_up = True
         self.sent: list[ToEngine] = []
         self.kill_reason: str | None = None
         self._send, self._receive = trio.open_memory_channel[list[FromEngine]](math.inf)

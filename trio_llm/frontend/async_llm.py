@@ -28,17 +28,19 @@ from trio_llm.frontend.control.state import NOBODY
 from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.control.utility_calls import UtilityCalls
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
+from trio_llm.frontend.core_client.link import OnlyEngineLink
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor, make_external_id
-from trio_llm.frontend.requests.output_processor import OutputProcessor
-from trio_llm.frontend.requests.pooling_output import result_of
-from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
+from trio_llm.frontend.requests.output.output_processor import OutputProcessor
+from trio_llm.frontend.requests.output.state import RequestState
+from trio_llm.frontend.requests.pooling import result_of
+from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.sessions import StreamingInput
-from trio_llm.frontend.requests.state import RequestState
 from trio_llm.frontend.requests.stream import GenerateStream
 from trio_llm.frontend.requests.submitter import RequestSpec, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
@@ -77,7 +79,8 @@ class AsyncLLM(ControlCalls, EngineClient):
         )
         self._ledger = AdmissionLedger(limits, self._recorder.rejection)
         self._utilities = UtilityCalls(core)
-        self._live = RequestRegistry(core, self._recorder, self._ledger, self._on_request_gone)
+        self._link = OnlyEngineLink(core)
+        self._live = RequestRegistry([self._link], self._recorder, self._ledger, self._on_request_gone)
         self._entrance = RequestSubmitter(self, self._live)
         self._control = EngineControl(self._utilities, self._check_ready)
         self._kv_events = KVEventHub()
@@ -332,19 +335,21 @@ class AsyncLLM(ControlCalls, EngineClient):
             self._model_config = ready.model
             self._input_processor = InputProcessor(ready.model)
         logger.warning("the engine is ready again and goes on with %d requests", len(self._live))
-        self._recorder.engine_restarted()
+        self._recorder.engines[0].engine_restarted()
         # What control calls have made of the engine comes before any request, and calls that wait come after: one may
         # ask for the end of what runs.
         for call in self._control.replay():
             self._core.send_nowait(call)
-        self._live.resume()
+        self._link.is_up = True
+        self._live.on_engine_ready(0)
         self._utilities.resume()
 
     def _on_lost(self, lost: EngineLost) -> None:
         self._life.lose(lost)
         self._kv_events.clear()
         self._utilities.lose_engine(lost.reason)
-        self._live.lose_engine(lost.reason, could_run=self._could_run)
+        self._link.is_up = False
+        self._live.on_engine_lost(0, lost.reason, could_run=self._could_run)
 
     def _could_run(self, state: RequestState) -> bool:
         control = self._control.state
@@ -361,7 +366,7 @@ class AsyncLLM(ControlCalls, EngineClient):
             self._core.kill(f"a fresh engine could not be brought to where the dead one was: {result.error}")
 
     def _num_expected(self) -> int:
-        return 0 if self._control.state.is_held else self._live.num_expected
+        return 0 if self._control.state.is_held else self._live.num_expected(0)
 
     def _close(self) -> None:
         """The block of `open_llm` is left: nobody waits for an answer any more. Synchronous."""

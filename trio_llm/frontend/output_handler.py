@@ -15,9 +15,10 @@ import trio
 
 from trio_llm.errors import EngineDeadError, EngineGenerateError
 from trio_llm.frontend.core_client.base import CoreClient, EngineLost
-from trio_llm.frontend.requests.output_processor import OutputGap, ProcessedRow
-from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
-from trio_llm.frontend.requests.state import RequestState
+from trio_llm.frontend.requests.in_flight import InFlightRequest
+from trio_llm.frontend.requests.output.output_processor import OutputGap, ProcessedRow
+from trio_llm.frontend.requests.output.state import RequestState
+from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.outputs import RequestOutput
 from trio_llm.wire.messages import (
@@ -138,7 +139,7 @@ class OutputHandler:
     async def _take_outputs(self, message: EngineCoreOutputs) -> None:
         now_s = trio.current_time()
         if message.stats is not None:
-            self._recorder.scheduler(message.stats)
+            self._recorder.engines[0].scheduler(message.stats)
         for result in message.utility_results:
             self._hooks.on_utility_result(result)
         if message.kv_events:
@@ -150,17 +151,20 @@ class OutputHandler:
             processor.weight_version = message.weight_version
         aborted: list[RequestState] = []
         for row in message.outputs:
-            assert processor is not None, "no request was sent before the model was ready"
-            if plain := processor.process_delta(row):
-                self._deliver_plain(*plain, aborted, now_s)
+            request = self._requests.in_flight.get(row.request_id)
+            if request is None:
+                pass  # harmless: an abort and the end may cross
+            elif processor is not None and (output := processor.process_delta(request.state, row)) is not None:
+                self._deliver_plain(request, output, aborted, now_s)
             else:
+                assert processor is not None, "no request was sent before the model was ready"
                 try:
-                    processed = processor.process(row)
+                    processed = processor.process(request.state, row)
                 except OutputGap as gap:
                     self._distrust(f"a message of the engine was lost: {gap}")
                     break
                 if processed is not None:
-                    self._deliver(processed, aborted, now_s)
+                    self._deliver(request, processed, aborted, now_s)
             # Naming a prompt token's alternatives is work like that of a row.
             self._rows_since_checkpoint += 1 if row.prompt_logprobs is None else len(row.prompt_logprobs)
             if self._rows_since_checkpoint >= _SLICE_ROWS:
@@ -169,41 +173,36 @@ class OutputHandler:
         self._requests.end_in_engine(aborted)
 
     def _deliver_plain(
-        self, state: RequestState, output: RequestOutput, aborted: list[RequestState], now_s: float
+        self, request: InFlightRequest, output: RequestOutput, aborted: list[RequestState], now_s: float
     ) -> None:
-        request = self._requests.by_state[state]
-        self._recorder.tokens(state, request.clock, len(output.outputs[0].token_ids), now_s)
+        self._recorder.engines[0].tokens(request.clock, len(output.outputs[0].token_ids), now_s)
         unread_bytes = request.collector.put(output)
         if unread_bytes > _MAX_UNREAD_BYTES:
             self._check_unread(request, unread_bytes, aborted)
 
-    def _deliver(self, row: ProcessedRow, aborted: list[RequestState], now_s: float) -> None:
-        request = self._requests.by_state[row.state]
+    def _deliver(self, request: InFlightRequest, row: ProcessedRow, aborted: list[RequestState], now_s: float) -> None:
+        state = request.state
         if row.num_new_tokens:
-            if not request.has_first_token:
-                self._requests.has_first_token(request)
-            if row.state.num_deaths:
-                self._requests.is_cleared(row.state)
-            self._recorder.tokens(row.state, request.clock, row.num_new_tokens, now_s)
+            self._requests.record_tokens(request, row.num_new_tokens, now_s)
         if row.is_pooled:
-            self._recorder.vector(row.state)
+            self._requests.record_vector(request)
         unread_bytes = request.collector.put(row.output) if row.output is not None else 0
-        if row.is_dropped:
-            self._requests.is_dropped(request)
-            request.collector.put(_wake_up(row.state))
+        if row.is_expired:
+            self._requests.mark_expired(request)
+            request.collector.put(_wake_up(state))
         if row.error is not None:
             # A cause is a bug of ours: its traceback is all there is to find it by.
-            logger.warning("request %s failed: %s", row.state.external_id, row.error, exc_info=row.error.__cause__)
+            logger.warning("request %s failed: %s", state.external_id, row.error, exc_info=row.error.__cause__)
             request.collector.put_error(row.error)
-            aborted += self._requests.bury_family(row.state)
+            aborted += self._requests.mark_family_aborted(state)
         if row.finish_reason is not None:
-            self._recorder.request_finished(row.state, request.clock, row.finish_reason)
+            self._requests.record_end(request, row.finish_reason)
         elif unread_bytes > _MAX_UNREAD_BYTES:
             self._check_unread(request, unread_bytes, aborted)
         if row.must_abort:
-            aborted.append(row.state)
+            aborted.append(state)
         if row.is_gone:
-            self._requests.forget(row.state)
+            self._requests.forget(state)
 
     def _check_unread(self, request: InFlightRequest, unread_bytes: int, aborted: list[RequestState]) -> None:
         """Give a reader up that has let more come together than may be."""
@@ -215,7 +214,7 @@ class OutputHandler:
                 f"{unread_bytes} bytes of output were not read, the limit is {_MAX_UNREAD_BYTES} for each choice"
             )
         )
-        aborted += self._requests.bury_family(request.state)
+        aborted += self._requests.mark_family_aborted(request.state)
 
     def _acknowledge(self) -> None:
         if self._last_step - self._acknowledged >= self._ack_steps:

@@ -174,12 +174,13 @@ class FakeLLM(AsyncLLM):
         Raises:
             AssertionError: a request is unfinished and its block not left, or something leaks, or the engine stalls.
         """
-        running = [state.external_id for state in self._live.by_state if not state.is_tombstone]
+        running = [request.state.external_id for request in self._live.in_flight.values() if request.is_unfinished]
         assert not running, f"unfinished, and their blocks are not left: {running}"
         if self.dead_error is None:
             assert not self.core.is_paused, "the engine is stalled, so nothing can be confirmed; call resume() first"
         await self.wait_idle()
-        assert self._live.processor is None or len(self._live.processor) == 0
+        self._live.check()
+        assert len(self._live) == 0
         assert self._ledger.num_requests == self._ledger.num_tokens == 0
         if self.dead_error is not None:
             return
@@ -195,10 +196,9 @@ class FakeLLM(AsyncLLM):
 
     def _remember(self, message: ToEngine) -> None:
         if isinstance(message, EngineCoreRequest) and message.request_id not in self._requests:
-            prompt, processor = message.prompt_token_ids, self._live.processor
-            assert processor is not None
+            prompt = message.prompt_token_ids
             self._requests[message.request_id] = FakeRequest(
-                request_id=processor._states[message.request_id].external_id,
+                request_id=self._live.in_flight[message.request_id].state.external_id,
                 prompt=read_text(prompt),
                 token_ids=prompt,
                 params=message.params,

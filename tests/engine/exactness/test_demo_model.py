@@ -20,7 +20,7 @@ from trio_llm.engine.models.causal_lm import CausalLM
 from trio_llm.engine.models.load import load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.worker.kv_cache import CachePlan
-from trio_llm.frontend.requests.parallel_sampling import fan_out
+from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest
 

@@ -15,7 +15,7 @@ from tests.engine.exactness.serving import Answer, Case, Serving, a_case, alone,
 from tests.engine.executor.test_torch_executor import make_prompt
 from tests.support.tiny_models import CONFIGS, load, save_model
 from trio_llm.engine.executor.torch_executor import TorchExecutor
-from trio_llm.frontend.requests.parallel_sampling import fan_out
+from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import Continue, EngineCoreRequest
 

@@ -10,17 +10,16 @@ from hypothesis import strategies as st
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.json_body import parse_json_object
-from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, parse_chat_request
+from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params
 from trio_llm.frontend.http.openai.completions import (
     CompletionRequest,
     completion_params,
-    parse_completion_request,
 )
+from trio_llm.frontend.http.openai.fields import parse_body
 from trio_llm.frontend.http.openai.pooling import (
     PoolingRequest,
     ScoreRequest,
     pair_up,
-    parse_vector_request,
     pooling_params,
     score_params,
 )
@@ -61,17 +60,17 @@ BODIES = st.dictionaries(st.sampled_from(FIELDS), VALUES, max_size=3).map(lambda
 
 def read(body: bytes) -> None:
     fields = parse_json_object(body, "application/json")
-    chat = parse_chat_request(fields)
+    chat = parse_body(ChatRequest, fields)
     chat_params(chat, {})
     plain_messages(chat.messages)
-    completion = parse_completion_request(fields)
-    completion_params(completion, {}, room=100)
+    completion = parse_body(CompletionRequest, fields)
+    completion_params(completion, {})
     parse_prompts(completion.prompt, name="prompt", most=1024, max_model_len=100)
     del fields["messages"]
-    pooling = parse_vector_request(PoolingRequest, fields)
+    pooling = parse_body(PoolingRequest, fields)
     pooling_params(pooling, ("embed",))
     parse_prompts(pooling.input, name="input", most=1024, max_model_len=100)
-    score = parse_vector_request(ScoreRequest, fields)
+    score = parse_body(ScoreRequest, fields)
     score_params(score)
     pair_up(score)
 

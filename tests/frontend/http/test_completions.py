@@ -32,6 +32,20 @@ async def test_without_max_tokens_a_prompt_that_leaves_less_room_gets_what_there
     assert client.asked[0].params.max_tokens == 3
 
 
+async def test_min_tokens_up_to_the_default_limit_need_no_max_tokens() -> None:
+    client = FakeClient()
+    reply = await complete(client, min_tokens=16)
+    refused = await complete(FakeClient(), min_tokens=17)
+    room = client.model.max_model_len - 3
+    short = await complete(FakeClient(), min_tokens=4, prompt=[5] * room)
+
+    assert (reply.status, client.asked[0].params.min_tokens) == (200, 16)
+    assert [one.error["message"] for one in (refused, short)] == [
+        "min_tokens (17) must not be above max_tokens (16)",
+        "min_tokens (4) must not be above max_tokens (3)",
+    ]
+
+
 async def test_special_tokens_of_the_prompt_can_be_left_out() -> None:
     client = FakeClient()
     await complete(client, prompt="ab", add_special_tokens=False)

@@ -149,15 +149,21 @@ async def test_big_bodies_are_read_in_a_worker_thread_and_small_ones_in_place(mo
 
     threads: list[threading.Thread] = []
     monkeypatch.setattr(request_reader, "parse_json_object", parse)
-    async with open_server(FakeClient()) as server:
-        for base, path in ((CHAT, "/v1/chat/completions"), (COMPLETION, "/v1/completions"), (INPUT, "/v1/embeddings")):
+    paths = (
+        (CHAT, "/v1/chat/completions", 200),
+        (COMPLETION, "/v1/completions", 200),
+        (INPUT, "/v1/embeddings", 200),
+        ({"method": "ping"}, "/collective_rpc", 501),
+    )
+    async with open_server(FakeClient(), dev_mode=True) as server:
+        for base, path, status in paths:
             for size in (BIG_BODY_BYTES, BIG_BODY_BYTES + 1):
                 body = json.dumps(base).encode().ljust(size)
                 reply = await server.call("POST", path, body, {"content-type": "application/json"})
-                assert reply.status == 200
+                assert reply.status == status
 
     here = threading.current_thread()
-    assert [thread is here for thread in threads] == [True, False] * 3
+    assert [thread is here for thread in threads] == [True, False] * 4
 
 
 async def test_a_big_body_that_is_refused_is_a_400() -> None:

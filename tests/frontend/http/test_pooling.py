@@ -20,7 +20,7 @@ from tests.support.http_server import BOUND_S, CHAT, COMPLETION, Reply, open_ser
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import EngineGenerateError, QueueFullError
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.generation import RunningRequests
+from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.openai.pooling import MAX_INPUTS
 from trio_llm.frontend.http.routes import create_routes
 from trio_llm.pooling import PoolingParams

@@ -93,14 +93,35 @@ async def test_each_probe_asks_its_own_question(state: EngineState, ready: int, 
     assert all(reply.json["reason"] == "because" for reply in replies if reply.status == 503)
 
 
-async def test_an_engine_that_does_not_answer_is_stalled(autojump_clock: trio.testing.MockClock) -> None:
+@pytest.mark.parametrize("path", ["/health", "/readyz"])
+async def test_an_engine_that_does_not_answer_is_stalled_within_two_seconds(
+    path: str, autojump_clock: trio.testing.MockClock
+) -> None:
     client = FakeClient()
     client.health = trio.Event()
-    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path="/health")
+    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path=path)
+    begin_s = trio.current_time()
     await exchange.run()
 
     assert exchange.status == 503
     assert b'"status":"stalled"' in exchange.body
+    assert trio.current_time() - begin_s < 2
+
+
+@pytest.mark.parametrize("path", ["/health", "/readyz"])
+async def test_a_busy_engine_that_makes_progress_late_is_healthy(
+    path: str, autojump_clock: trio.testing.MockClock
+) -> None:
+    client = FakeClient()
+    client.health = progress = trio.Event()
+    exchange = Exchange(create_app(client, ServerConfig()), method="GET", path=path)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(exchange.run)
+        await trio.sleep(1.4)
+        assert exchange.sent == []
+        progress.set()
+
+    assert (exchange.status, exchange.body) == (200, b'{"status":"ready"}')
 
 
 async def test_an_engine_that_dies_while_it_is_asked_is_not_called_stalled(

@@ -133,6 +133,55 @@ async def test_a_running_stream_is_finished_while_new_work_is_refused() -> None:
     assert b'"finish_reason":"stop"' in body
 
 
+async def test_idle_connections_are_closed_as_soon_as_the_drain_begins() -> None:
+    go_on = trio.Event()
+    client = FakeClient("a", go_on, End("b"))
+    async with (
+        open_server(client, drain_timeout_s=BOUND_S) as server,
+        server.connect() as busy,
+        server.connect() as kept_alive,
+        server.connect() as unused,
+    ):
+        await busy.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await busy.next_event()).status_code == 200
+        await kept_alive.request("GET", "/version")
+        assert "connection" not in (await kept_alive.reply()).headers
+        server.stop.set()
+
+        await kept_alive.wait_closed()
+        await unused.wait_closed()
+        assert client.running, "the drain is over before the idle connections were closed"
+        go_on.set()
+        assert (await rest_of(busy)).endswith(b"data: [DONE]\n\n")
+        await busy.wait_closed()
+
+
+async def test_a_request_that_arrives_with_the_stop_is_answered_and_its_connection_closed() -> None:
+    go_on = trio.Event()
+    async with (
+        open_server(FakeClient("a", go_on, End("b")), drain_timeout_s=BOUND_S) as server,
+        server.connect() as busy,
+        server.connect() as kept_alive,
+    ):
+        await busy.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await busy.next_event()).status_code == 200
+        await kept_alive.request("GET", "/version")
+        await kept_alive.reply()
+        await trio.testing.wait_all_tasks_blocked()
+        # Both are there before any task of the server runs again.
+        os.write(kept_alive.stream.socket.fileno(), b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        server.stop.set()
+
+        seen = b""
+        with trio.fail_after(BOUND_S):
+            while part := await kept_alive.stream.receive_some():
+                seen += part
+        go_on.set()
+
+    assert seen.startswith(b"HTTP/1.1 503 ")
+    assert b"connection: close" in seen.lower()
+
+
 @pytest.mark.parametrize("timeout_s", [0, 0.05])
 async def test_streams_that_outlast_the_drain_end_with_a_proper_last_event(timeout_s: float) -> None:
     client = FakeClient("a", HANG)

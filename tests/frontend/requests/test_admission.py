@@ -12,6 +12,7 @@ from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import open_fake_llm
+from tests.support.stat_loggers import RecordingStatLogger
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -22,29 +23,11 @@ from trio_llm.errors import (
 )
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits, find_overload
-from trio_llm.frontend.statistics.stats import IterationStats
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import SchedulerStats
 
 HELLO = list(b"hello")
 LONG = SamplingParams(max_tokens=1000)
 SHORT = SamplingParams(max_tokens=3)
-
-
-class Refusals:
-    """A StatLogger that remembers why requests were refused."""
-
-    def __init__(self) -> None:
-        self.reasons: list[str] = []
-
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        pass
-
-    def record_rejection(self, reason: str) -> None:
-        self.reasons.append(reason)
-
-    def log(self) -> None:
-        pass
 
 
 async def read(llm: AsyncLLM, prompt: list[int] = HELLO, params: SamplingParams = SHORT) -> int:
@@ -63,7 +46,7 @@ def test_without_limits_nothing_is_refused() -> None:
 @pytest.mark.parametrize(
     ("num_requests", "count", "is_refused"), [(3, 1, False), (4, 1, True), (2, 2, False), (3, 2, True)]
 )
-def test_each_choice_counts_and_the_limit_itself_is_still_let_in(
+def test_each_choice_counts_and_the_limit_itself_is_still_admitted(
     num_requests: int, count: int, is_refused: bool
 ) -> None:
     limits = AdmissionLimits(max_num_queued_reqs=4)
@@ -83,7 +66,7 @@ def test_the_text_names_the_limit_the_number_there_is_and_the_flag() -> None:
     assert all(part in str(tokens) for part in ("4321", "5000", "987", "--max-num-queued-tokens"))
 
 
-def test_more_choices_than_could_ever_be_let_in_are_the_requests_own_fault() -> None:
+def test_more_choices_than_could_ever_be_admitted_are_the_requests_own_fault() -> None:
     with pytest.raises(InvalidRequestError) as caught:
         find_overload(AdmissionLimits(max_num_queued_reqs=4), num_requests=0, num_tokens=0, count=5)
 
@@ -94,7 +77,7 @@ def test_more_choices_than_could_ever_be_let_in_are_the_requests_own_fault() -> 
     ("num_tokens", "num_prompt_tokens", "is_refused"),
     [(0, 1000, False), (50, 50, False), (50, 51, True), (99, 0, False), (100, 0, True)],
 )
-def test_prompt_tokens_are_let_in_up_to_the_limit_and_beyond_it_if_none_waits(
+def test_prompt_tokens_are_admitted_up_to_the_limit_and_beyond_it_if_none_waits(
     num_tokens: int, num_prompt_tokens: int, is_refused: bool
 ) -> None:
     limits = AdmissionLimits(max_num_queued_tokens=100)
@@ -114,7 +97,7 @@ def test_the_ledger_is_the_sum_of_what_is_in_it(events: list[tuple[str, int, int
             ledger.add(request, size)
             expected[request] = size
         elif what == "token":
-            ledger.has_first_token(request)
+            ledger.prefill_done(request)
             if request in expected:
                 expected[request] = 0
         else:
@@ -127,46 +110,46 @@ def test_the_ledger_is_the_sum_of_what_is_in_it(events: list[tuple[str, int, int
 @given(
     st.lists(st.tuples(st.sampled_from(["add", "input", "token", "remove"]), st.integers(0, 5), st.integers(1, 100)))
 )
-def test_inputs_are_let_in_in_their_order_within_the_limit_and_all_of_them_in_the_end(
+def test_inputs_are_admitted_in_their_order_within_the_limit_and_all_of_them_in_the_end(
     events: list[tuple[str, int, int]],
 ) -> None:
     limit = 100
     ledger = AdmissionLedger(AdmissionLimits(max_num_queued_tokens=limit))
-    let_in: dict[int, int] = {}
+    admitted: dict[int, int] = {}
     waiting: dict[int, int] = {}
 
     def enter(request: int) -> None:
         assert request == next(iter(waiting)), "another one came before it"
         size = waiting.pop(request)
-        assert sum(let_in.values()) == 0 or sum(let_in.values()) + size <= limit
-        let_in[request] = size
+        assert sum(admitted.values()) == 0 or sum(admitted.values()) + size <= limit
+        admitted[request] = size
 
     for what, request, size in events:
         if what == "add":
-            if request in let_in or request in waiting:
+            if request in admitted or request in waiting:
                 continue
-            let_in[request] = size
+            admitted[request] = size
             ledger.add(request, size)
         elif what == "input":
             waiting.pop(request, None)
             waiting[request] = size
-            let_in.pop(request, None)
+            admitted.pop(request, None)
             ledger.queue_input(request, size, lambda request=request: enter(request))  # type: ignore[misc]
         elif what == "token":
-            if request in let_in:
-                let_in[request] = 0
-            ledger.has_first_token(request)
+            if request in admitted:
+                admitted[request] = 0
+            ledger.prefill_done(request)
         else:
-            let_in.pop(request, None)
+            admitted.pop(request, None)
             waiting.pop(request, None)
             ledger.remove(request)
-        assert ledger.num_tokens == sum(let_in.values()) + sum(waiting.values())
-        assert ledger.num_requests == len(let_in) + len(waiting)
-        assert not waiting or sum(let_in.values()) > 0, "they wait for nothing"
+        assert ledger.num_tokens == sum(admitted.values()) + sum(waiting.values())
+        assert ledger.num_requests == len(admitted) + len(waiting)
+        assert not waiting or sum(admitted.values()) > 0, "they wait for nothing"
 
-    while let_in or waiting:
-        request = next(iter(let_in))
-        del let_in[request]
+    while admitted or waiting:
+        request = next(iter(admitted))
+        del admitted[request]
         ledger.remove(request)
     assert ledger.num_tokens == ledger.num_requests == 0
 
@@ -175,7 +158,7 @@ def test_inputs_are_let_in_in_their_order_within_the_limit_and_all_of_them_in_th
 
 
 async def test_a_refusal_registers_nothing_is_counted_and_the_same_request_works_later() -> None:
-    refusals = Refusals()
+    refusals = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         async with fake.llm.generate(HELLO, LONG) as stream:
             await anext(stream)
@@ -189,19 +172,19 @@ async def test_a_refusal_registers_nothing_is_counted_and_the_same_request_works
         await fake.llm.wait_idle()
 
         assert await read(fake.llm) > 0
-        assert refusals.reasons == ["max_num_queued_reqs"]
+        assert refusals.rejections == ["max_num_queued_reqs"]
         await fake.assert_nothing_is_left()
 
 
 async def test_whoever_asks_before_the_costly_part_is_refused_at_once() -> None:
-    refusals = Refusals()
+    refusals = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         fake.llm.check_admission()
         async with fake.llm.generate(HELLO, LONG):
             with pytest.raises(QueueFullError):
                 fake.llm.check_admission()
             assert fake.llm.is_running
-        assert refusals.reasons == ["max_num_queued_reqs"]
+        assert refusals.rejections == ["max_num_queued_reqs"]
 
 
 async def test_a_request_whose_reader_has_left_counts_until_the_engine_has_confirmed_it() -> None:
@@ -227,7 +210,7 @@ async def test_each_sampled_choice_counts() -> None:
 
 
 async def test_the_limit_of_tokens_counts_only_prompts_whose_first_token_has_not_come() -> None:
-    refusals = Refusals()
+    refusals = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_tokens": 100, "max_num_seqs": 1}) as fake:
         async with fake.llm.generate([1] * 90, LONG) as running:
             await anext(running)  # its prompt counts no more
@@ -238,7 +221,7 @@ async def test_the_limit_of_tokens_counts_only_prompts_whose_first_token_has_not
                     pass
         await fake.assert_nothing_is_left()
 
-        assert refusals.reasons == ["max_num_queued_tokens"]
+        assert refusals.rejections == ["max_num_queued_tokens"]
 
 
 async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock: MockClock) -> None:

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trio_llm.errors import EngineGenerateError
-from trio_llm.frontend.requests.output_processor import OutputGap, OutputProcessor, ProcessedRow
+from trio_llm.frontend.requests.output.lifecycle import RequestStatus
+from trio_llm.frontend.requests.output.output_processor import OutputGap, OutputProcessor, ProcessedRow
 from trio_llm.frontend.text.detokenizer import TokenTable
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
@@ -40,7 +41,8 @@ class Case:
     def __init__(self, **params: Any) -> None:
         self.processor = OutputProcessor(TABLE)
         request = EngineCoreRequest("x-1", [104], SamplingParams(max_tokens=1000, seed=1, **params))
-        self.state = self.processor.add(request, "x")
+        self.state = self.processor.make_state(request, "x")
+        self.state.mark_sent()
         self.num_fed = 0
         self.text = ""
         self.token_ids: list[int] = []
@@ -54,7 +56,7 @@ class Case:
         start = fields.pop("start", self.num_fed)
         row = EngineCoreOutput("x-1", start, token_ids, logprobs, **fields)
         self.num_fed += len(token_ids)
-        processed = self.processor.process(row)
+        processed = self.processor.process(self.state, row)
         if processed is not None and processed.output is not None:
             (choice,) = processed.output.outputs
             self.text += choice.text
@@ -116,7 +118,7 @@ def test_rows_after_a_stop_string_are_dropped_until_the_engines_last_one() -> No
 
     assert last is not None
     assert (last.is_gone, last.output, last.finish_reason) == (True, None, None)
-    assert len(case.processor) == 0
+    assert case.state.status is RequestStatus.GONE
 
 
 def test_a_stop_string_before_min_tokens_does_not_count() -> None:
@@ -169,7 +171,7 @@ def test_a_missing_row_is_the_engines_fault() -> None:
     for finish_reason in (None, "length"):
         with pytest.raises(OutputGap):
             case.row(list(b"c"), start=2, finish_reason=finish_reason)
-    assert len(case.processor) == 1, "its reader must be told"
+    assert case.state.status is RequestStatus.SENT, "its reader waits"
 
 
 @pytest.mark.parametrize("token_id", [-1, WIDTH, 2**63])
@@ -216,7 +218,7 @@ def test_an_id_that_only_the_tokenizer_does_not_know_is_no_text() -> None:
 def test_missing_logprobs_fail_the_request() -> None:
     case = Case(logprobs=1)
 
-    processed = case.processor.process(EngineCoreOutput("x-1", 0, [97]))
+    processed = case.processor.process(case.state, EngineCoreOutput("x-1", 0, [97]))
 
     assert processed is not None
     assert isinstance(processed.error, EngineGenerateError)
@@ -264,8 +266,20 @@ def test_a_request_aborted_on_demand_ends_with_what_was_held_back() -> None:
     assert output.finished
 
 
-def test_rows_of_requests_that_nobody_knows_are_dropped() -> None:
-    assert OutputProcessor(TABLE).process(EngineCoreOutput("gone", 0, [1])) is None
+@pytest.mark.parametrize("status", [RequestStatus.UNSENT, RequestStatus.EXPIRED, RequestStatus.GONE])
+def test_rows_of_requests_that_the_engine_does_not_have_are_dropped(status: RequestStatus) -> None:
+    case = Case()
+    match status:
+        case RequestStatus.UNSENT:
+            case.state.move(RequestStatus.UNSENT)
+            case.state.num_tokens_when_sent = None
+        case RequestStatus.EXPIRED:
+            case.state.mark_expired()
+        case RequestStatus.GONE:
+            case.state.move(RequestStatus.GONE)
+
+    assert case.row([97], finish_reason="length") is None
+    assert (case.state.status, case.state.num_tokens) == (status, 0)
 
 
 # ---------------------------------------------------------------------------------------- the short way
@@ -291,15 +305,15 @@ def test_the_short_way_of_a_row_gives_what_the_long_one_gives_or_leaves_the_row_
         logprobs = [LogprobRow([t, 1], [-0.5, -1.0], 1) for t in piece] if oddity == "log-probabilities" else None
         row = EngineCoreOutput("x-1", start, piece, logprobs, "length" if data.draw(st.booleans()) else None)
         start += len(piece)
-        plain, expected = short.processor.process_delta(row), long.processor.process(row)
+        plain, expected = short.processor.process_delta(short.state, row), long.processor.process(long.state, row)
         if plain is None:
-            processed = short.processor.process(row)
+            processed = short.processor.process(short.state, row)
             assert str(processed and processed.output) == str(expected and expected.output)
             assert str(processed and processed.error) == str(expected and expected.error)
         else:
             assert oddity == "nothing"
             assert expected is not None
-            assert plain == (short.state, expected.output)
+            assert plain == expected.output
             assert expected.finish_reason is None
             assert expected.error is None
         assert (short.state.num_tokens, short.state.token_ids) == (long.state.num_tokens, long.state.token_ids)
@@ -307,29 +321,29 @@ def test_the_short_way_of_a_row_gives_what_the_long_one_gives_or_leaves_the_row_
 
 def test_nearly_every_row_goes_the_short_way() -> None:
     case = Case()
-    ways = [case.processor.process_delta(EngineCoreOutput("x-1", 0, [97]))]
+    ways = [case.processor.process_delta(case.state, EngineCoreOutput("x-1", 0, [97]))]
     case.row([97])
-    ways += [case.processor.process_delta(EngineCoreOutput("x-1", i, [97])) for i in range(1, 5)]
+    ways += [case.processor.process_delta(case.state, EngineCoreOutput("x-1", i, [97])) for i in range(1, 5)]
 
     assert [way is not None for way in ways] == [False, True, True, True, True]
 
 
-@pytest.mark.parametrize("why", ["a tombstone", "a gap", "a repeat", "somebody else", "suspected"])
+@pytest.mark.parametrize("why", ["aborting", "a gap", "a repeat", "idle", "suspected"])
 def test_a_row_that_is_not_quite_usual_goes_the_long_way(why: str) -> None:
     case = Case()
     case.row([97])
-    start, request_id = 1, "x-1"
+    start = 1
     match why:
-        case "a tombstone":
-            case.processor.bury(case.state)
+        case "aborting":
+            case.state.move(RequestStatus.ABORTING)
         case "a gap":
             start = 2
         case "a repeat":
             start = 0
-        case "somebody else":
-            request_id = "y-1"
+        case "idle":
+            case.state.move(RequestStatus.IDLE)
         case "suspected":
             case.state.num_deaths = 1
 
-    assert case.processor.process_delta(EngineCoreOutput(request_id, start, [97])) is None
+    assert case.processor.process_delta(case.state, EngineCoreOutput("x-1", start, [97])) is None
     assert case.state.num_tokens == 1

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from trio.testing import MockClock
 
 from tests.support.fake_llm import FakeSetUp, open_fake_llm
+from tests.support.stat_loggers import RecordingStatLogger
 from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 from trio_llm.sampling import RequestOutputKind, SamplingParams
-from trio_llm.wire.messages import Abort, EngineCoreRequest, SchedulerStats, ToEngine
+from trio_llm.wire.messages import Abort, EngineCoreRequest, ToEngine
 
 DELTA, CUMULATIVE, FINAL_ONLY = RequestOutputKind.DELTA, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY
 HELLO = list(b"hello")
@@ -181,7 +182,7 @@ async def test_choices_that_are_over_keep_their_reason_when_the_others_are_abort
 async def test_the_error_of_a_child_ends_the_request_and_aborts_the_others(
     kind: RequestOutputKind, fault: dict[str, Any]
 ) -> None:
-    recorder = Recorder()
+    recorder = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[recorder], **fault) as fake:
         with pytest.raises(EngineGenerateError):
             async with fake.llm.generate([7], params(3, 1000, output_kind=kind)) as stream:
@@ -197,15 +198,14 @@ async def test_one_child_that_fails_late_takes_the_running_others_with_it(autoju
     async with open_fake_llm(step_s=0.1) as fake:
         async with fake.llm.generate(HELLO, params(3, 1000)) as stream:
             await anext(stream)
-            assert fake.llm._live.processor is not None
-            states = list(fake.llm._live.processor._states.values())
+            states = [request.state for request in fake.llm._live.in_flight.values()]
             states[1].detokenizer = None  # type: ignore[assignment]
 
             with pytest.raises(EngineGenerateError, match="could not be processed"):
                 async for _ in stream:
                     pass
 
-            assert all(state.is_tombstone for state in states)
+            assert {state.status for state in states} == {RequestStatus.ABORTING}
             await fake.llm.wait_idle()
         await fake.assert_nothing_is_left()
 
@@ -261,41 +261,21 @@ async def test_a_child_that_cannot_be_encoded_leaves_nothing_of_its_request(
 # ------------------------------------------------------------------------------------- statistics
 
 
-class Recorder:
-    """A StatLogger that adds up."""
-
-    def __init__(self) -> None:
-        self.num_prompt_tokens = self.num_generation_tokens = self.num_first_tokens = 0
-        self.reasons: list[str] = []
-
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        self.num_prompt_tokens += iteration.num_prompt_tokens
-        self.num_generation_tokens += iteration.num_generation_tokens
-        self.num_first_tokens += len(iteration.time_to_first_token_s)
-        self.reasons += [finished.finish_reason for finished in iteration.finished]
-
-    def record_rejection(self, reason: str) -> None:
-        pass
-
-    def log(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize(("temperature", "num_computed"), [(1.0, 4), (0.0, 1)])
 async def test_every_child_that_is_computed_ends_once_and_the_prompt_counts_once(
     temperature: float, num_computed: int
 ) -> None:
-    recorder = Recorder()
+    recorder = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[recorder]) as fake:
         await read(fake.llm, params(4, 6, temperature=temperature))
 
     assert recorder.reasons == ["length"] * num_computed
     assert (recorder.num_prompt_tokens, recorder.num_first_tokens) == (len(HELLO), 1)
-    assert recorder.num_generation_tokens == 6 * num_computed
+    assert recorder.num_tokens == 6 * num_computed
 
 
 async def test_children_that_are_left_end_once_each() -> None:
-    recorder = Recorder()
+    recorder = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[recorder]) as fake:
         async with fake.llm.generate(HELLO, params(3, 1000), request_id="x") as stream:
             await anext(stream)

@@ -12,7 +12,7 @@ from tests.support.fake_llm import open_fake_llm
 from trio_llm.errors import EngineGenerateError, InvalidRequestError
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.requests.input_processor import MAX_PROMPT_LOGPROBS
-from trio_llm.frontend.requests.output_processor import OutputGap
+from trio_llm.frontend.requests.output.output_processor import OutputGap
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.testing.answers import END, LOGITS_WIDTH

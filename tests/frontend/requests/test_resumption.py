@@ -39,10 +39,10 @@ def test_those_without_a_token_at_two_deaths_are_tried_one_at_a_time_and_the_oth
         assert resumption.engine_lost(requests) is None
 
     assert send(resumption.engine_ready(requests)) == ["b", "a"]
-    assert send(resumption.is_over(requests[1])) == []
-    assert send(resumption.is_over(requests[0])) == ["c"]
-    assert send(resumption.is_over(requests[2])) == ["d"]
-    assert send(resumption.is_over(requests[3])) == []
+    assert send(resumption.finish(requests[1])) == []
+    assert send(resumption.finish(requests[0])) == ["c"]
+    assert send(resumption.finish(requests[2])) == ["d"]
+    assert send(resumption.finish(requests[3])) == []
     assert resumption.on_trial is None
 
 
@@ -52,7 +52,7 @@ def test_the_one_on_trial_when_an_engine_dies_is_given_up_and_its_neighbours_are
         send(requests)
         resumption.engine_lost(requests)
     send(resumption.engine_ready(requests))
-    send(resumption.is_over(requests[0]))
+    send(resumption.finish(requests[0]))
     requests[0].num_tokens += 1
 
     assert resumption.engine_lost(requests) is requests[1]
@@ -63,8 +63,8 @@ def test_a_suspect_that_ends_before_its_turn_is_not_tried() -> None:
     resumption, requests = Resumption[Request](), [Request(name, num_deaths=2) for name in "abc"]
 
     assert send(resumption.engine_ready(requests)) == ["a"]
-    assert resumption.is_over(requests[1]) == []
-    assert send(resumption.is_over(requests[0])) == ["c"]
+    assert resumption.finish(requests[1]) == []
+    assert send(resumption.finish(requests[0])) == ["c"]
 
 
 def test_a_death_before_a_request_was_sent_does_not_count_against_it() -> None:
@@ -88,16 +88,16 @@ def test_a_request_that_kills_every_engine_is_given_up_alone_after_three_deaths_
         send(queue)
         if poison in queue:
             num_deaths += 1
-            culprit = resumption.engine_lost(left)
-            if culprit is not None:
-                given_up.append(culprit)
-                left = [request for request in left if request is not culprit]
+            suspect = resumption.engine_lost(left)
+            if suspect is not None:
+                given_up.append(suspect)
+                left = [request for request in left if request is not suspect]
             queue = list(resumption.engine_ready(left))
             continue
         served, queue = queue, []
         for request in served:
             request.num_tokens += 1
-            queue += resumption.is_over(request)
+            queue += resumption.finish(request)
 
     assert given_up == [poison]
     assert num_deaths == 3

@@ -92,3 +92,17 @@ def test_refused_requests_are_counted_in_the_line_and_break_the_silence(
     logger.log()
 
     assert [line.endswith(", refused 2") for line in caplog.messages] == [True, False]
+
+
+def test_the_line_sums_up_all_engines(
+    logger: LoggingStatLogger, clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    for index, num_free in enumerate((3, 1)):
+        stats = SchedulerStats(num_running=2, num_waiting=1, num_free_blocks=num_free, num_blocks=4)
+        logger.record(stats, IterationStats(num_generation_tokens=40), engine_index=index)
+    clock.now += 10
+    logger.log()
+
+    assert caplog.messages == [
+        "prompt 0.0 tokens/s, generation 8.0 tokens/s, running 4, waiting 2, KV cache usage 50.0 %"
+    ]

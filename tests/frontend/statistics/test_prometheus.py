@@ -177,3 +177,19 @@ def test_refusals_are_counted_by_reason() -> None:
 
     assert values["vllm:admission_rejections_total", "max_num_queued_reqs"] == 2
     assert values["vllm:admission_rejections_total", "max_num_queued_tokens"] == 1
+
+
+def test_each_engine_has_series_of_its_own() -> None:
+    logger = PrometheusStatLogger("m")
+    logger.record(SchedulerStats(num_running=3), IterationStats(num_generation_tokens=5), engine_index=0)
+    logger.record(SchedulerStats(num_running=1), IterationStats(num_generation_tokens=7), engine_index=1)
+
+    text = logger.render()[0].decode()
+
+    for line in (
+        'vllm:num_requests_running{engine="0",model_name="m"} 3.0',
+        'vllm:num_requests_running{engine="1",model_name="m"} 1.0',
+        'vllm:generation_tokens_total{engine="0",model_name="m"} 5.0',
+        'vllm:generation_tokens_total{engine="1",model_name="m"} 7.0',
+    ):
+        assert line in text.splitlines()

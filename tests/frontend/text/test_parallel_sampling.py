@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trio_llm.frontend.requests.parallel_sampling import Family, fan_out, repeat_choice
+from trio_llm.frontend.requests.output.parallel_sampling import Family, fan_out, repeat_choice
 from trio_llm.outputs import CompletionOutput, Logprob, RequestOutput, TokenLogprobs
 from trio_llm.sampling import MAX_N, RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest

@@ -1,7 +1,7 @@
-"""The ASGI application: the shell, probes that answer at once, and the routes, which are loaded when needed.
+"""App: the ASGI application. It joins the shell, probes that answer at once, and routes that are loaded when needed.
 
-Starlette and pydantic take a third of a second to import. `/health`, `/version` and `/metrics` need neither, so that
-a server answers its first probe while they are still being loaded, in a thread.
+Starlette and pydantic take a third of a second to import. `/health`, `/version` and `/metrics` need neither, so a
+server answers its first probe while a thread still loads them. Used by `serve`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import importlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Final
 
 import msgspec
 import trio
@@ -18,7 +19,7 @@ from trio_llm.config import ServerConfig
 from trio_llm.errors import EngineDeadError, EngineUnavailableError
 from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.generation import RunningRequests
+from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.server.errors import MethodNotAllowedError
 from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send, Shell
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
@@ -26,10 +27,10 @@ from trio_llm.version import __version__
 
 __all__ = ["App", "create_app"]
 
-HEALTH_S = 5.0
-"""A round trip through the engine's loop that takes longer, or half of `--stall-timeout`, counts as a stall."""
-LOADING_RETRY_S = 2
-DEAD_RETRY_S = 30
+HEALTH_S: Final = 1.5
+"""How long `client.check_health()` may take, or half of `--stall-timeout`. Whoever probes waits two seconds, often."""
+LOADING_RETRY_S: Final = 2
+DEAD_RETRY_S: Final = 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +39,9 @@ class _Answer:
     status: int = 200
     content_type: str = "application/json"
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+_Probe = Callable[[Scope], Awaitable[_Answer]]
 
 
 class App:
@@ -50,7 +54,7 @@ class App:
         self._routes: ASGIApp | None = None
         self._loading = trio.Lock()
         self._shell = Shell(self._dispatch, config, is_draining=lambda: client.status.state == "draining")
-        self._probes: dict[str, Callable[[Scope], Awaitable[_Answer]]] = {
+        self._probes: dict[str, _Probe] = {
             "/health": self._health,
             "/readyz": self._health,
             "/livez": self._livez,
@@ -60,41 +64,36 @@ class App:
         if metrics is not None:
             self._probes["/metrics"] = self._probes["/metrics/"] = partial(_render_metrics, metrics)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve one ASGI scope. Cancellation: as `Shell`."""
-        await self._shell(scope, receive, send)
+        return self._shell(scope, receive, send)
 
     async def preload(self) -> None:
         """Load the routes now, so that the first request does not wait for them.
 
-        Cancellation: safe; loading goes on in its thread, and a later call takes what it has loaded.
+        Cancellation: safe; loading goes on in its thread, and a later call takes what was loaded.
         """
         await self._load_routes()
 
     def abort_running(self) -> int:
-        """End every generation: its reader gets a proper last event with the reason `abort`. Returns how many."""
+        """End every generation: its client gets a proper last event with the reason `abort`. Returns their number."""
         return self._client.abort(self._running.ids())
 
     async def wait_idle(self) -> None:
         """Wait until no request is being answered. Cancellation: safe."""
         await self._shell.wait_idle()
 
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         probe = self._probes.get(scope["path"])
-        if probe is None:
-            routes = self._routes or await self._load_routes()
-            await routes(scope, receive, send)
-            return
-        if scope["method"] not in ("GET", "HEAD"):
-            raise MethodNotAllowedError(scope["method"], "GET, HEAD")
-        answer = await probe(scope)
-        headers = [
-            (b"content-type", answer.content_type.encode("latin-1")),
-            (b"content-length", b"%d" % len(answer.body)),
-            *answer.headers,
-        ]
-        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer.body})
+        if probe is not None:
+            return _answer(probe, scope, send)
+        if self._routes is not None:
+            return self._routes(scope, receive, send)
+        return self._load_and_serve(scope, receive, send)
+
+    async def _load_and_serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        routes = await self._load_routes()
+        await routes(scope, receive, send)
 
     async def _load_routes(self) -> ASGIApp:
         async with self._loading:
@@ -108,7 +107,7 @@ class App:
     # --------------------------------------------------------------------------------------- probes
 
     async def _health(self, scope: Scope) -> _Answer:
-        """200 only if the engine has just answered."""
+        """200 if `client.check_health()` finds the engine well in time, be it idle or busy."""
         status = self._client.status
         if status.state != "ready":
             return _not_ready(status, status.state, status.reason)
@@ -118,9 +117,9 @@ class App:
                 await self._client.check_health()
         except trio.TooSlowError:
             status = self._client.status
-            if status.state != "ready":  # it died, or was sent to sleep, while it was asked
+            if status.state != "ready":  # it died, or was sent to sleep, meanwhile
                 return _not_ready(status, status.state, status.reason)
-            return _not_ready(status, "stalled", f"the engine's loop did not answer within {limit_s:g} s")
+            return _not_ready(status, "stalled", f"the engine gave no sign of life within {limit_s:g} s")
         except EngineUnavailableError as error:
             status = self._client.status
             return _not_ready(status, "loading" if status.state == "ready" else status.state, str(error))
@@ -129,13 +128,13 @@ class App:
         return _Answer(msgspec.json.encode({"status": "ready"}))
 
     async def _livez(self, scope: Scope) -> _Answer:
-        """200 unless only another process could help."""
+        """200 unless the engine is dead for good, which only a new process mends."""
         await trio.lowlevel.checkpoint()
         status = self._client.status
         return _not_ready(status, "dead", status.reason) if status.state == "dead" else _alive()
 
     async def _startupz(self, scope: Scope) -> _Answer:
-        """200 once the engine was ready."""
+        """200 once the engine has been ready."""
         await trio.lowlevel.checkpoint()
         status = self._client.status
         return _not_ready(status, status.state, status.reason) if status.state in ("loading", "dead") else _alive()
@@ -146,10 +145,10 @@ class App:
 
 
 def create_app(client: EngineClient, config: ServerConfig, metrics: PrometheusStatLogger | None = None) -> App:
-    """The ASGI application that serves `client`. It owns no tasks: whoever runs it runs `preload`, too.
+    """Make the ASGI application that serves `client`. It has no tasks of its own: its user also runs `preload`.
 
     Args:
-        metrics: what /metrics shows; without it there is no such path.
+        metrics: what /metrics shows; None: there is no such path.
     """
     return App(client, config, metrics)
 
@@ -159,6 +158,19 @@ async def _render_metrics(metrics: PrometheusStatLogger, scope: Scope) -> _Answe
     accept = next((str(value, "latin-1") for name, value in scope["headers"] if name == b"accept"), "")
     body, content_type = metrics.render(accept)
     return _Answer(body, content_type=content_type)
+
+
+async def _answer(probe: _Probe, scope: Scope, send: Send) -> None:
+    if scope["method"] not in ("GET", "HEAD"):
+        raise MethodNotAllowedError(scope["method"], "GET, HEAD")
+    answer = await probe(scope)
+    headers = [
+        (b"content-type", answer.content_type.encode("latin-1")),
+        (b"content-length", b"%d" % len(answer.body)),
+        *answer.headers,
+    ]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await send({"type": "http.response.body", "body": answer.body})
 
 
 def _alive() -> _Answer:

@@ -1,11 +1,10 @@
-"""EventStreamResponse: outputs as server-sent events.
+"""EventStreamResponse: the outputs of one request as server-sent events.
 
 A Starlette Response that speaks ASGI itself. Used by every streaming route.
 """
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
@@ -14,30 +13,26 @@ from typing import Protocol
 import trio
 from starlette.responses import Response
 
-from trio_llm.errors import TrioLLMError
-from trio_llm.frontend.http.assembly import Event, Usage
-from trio_llm.frontend.http.generation import Generation, IndexedOutput
-from trio_llm.frontend.http.server.errors import reply_for
-from trio_llm.frontend.http.server.shell import Receive, Scope, Send, cause_of
+from trio_llm.frontend.http.answers.assembly import Event, Usage
+from trio_llm.frontend.http.answers.generation import Generation, IndexedOutput
+from trio_llm.frontend.http.server.shell import Receive, Scope, Send, reply_to
 from trio_llm.frontend.http.server.sse import DONE_EVENT, EVENT_STREAM_HEADERS, KEEP_ALIVE, error_event
 
 __all__ = ["FIRST_OUTPUT_S", "EventRenderer", "EventStreamResponse"]
 
-_logger = logging.getLogger(__name__)
-
 FIRST_OUTPUT_S = 5.0
-"""A stream without output for so long gets its 200 and a comment. Until then, errors are real statuses."""
+"""A stream without output for this long gets its 200 and a comment. Until then, an error has its own status."""
 
 
 class EventRenderer(Protocol):
-    """How a protocol writes events."""
+    """Writes events as a protocol has them."""
 
     def render(self, events: list[Event], usage: Usage) -> bytes:
-        """These events; `usage` is what was counted up to the last of them."""
+        """Encode these events; `usage` counts up to the last of them."""
         ...
 
     def ending(self, usage: Usage) -> bytes:
-        """What a complete stream ends with."""
+        """Encode the end of a complete stream."""
         ...
 
 
@@ -59,8 +54,8 @@ class _Start:
 class EventStreamResponse(Response):
     """Generates while it is sent.
 
-    Raises (when called): what the generation raises, as long as the response has not started; later, an error
-    event takes the place of the ending. Either way there is exactly one ending.
+    Raises (when called): what the generation raises, until the response has started; later, an error event takes the
+    place of the ending. Either way there is exactly one ending.
     """
 
     media_type = "text/event-stream"
@@ -90,20 +85,17 @@ class EventStreamResponse(Response):
             self._assembler.check_finished()
             ending = self._renderer.ending(self._assembler.usage)
         except (Exception, BaseExceptionGroup) as error:
-            cause = cause_of(error)
             if not start.is_sent:
                 raise
-            if not isinstance(cause, TrioLLMError):
-                _logger.error("the stream of request %s failed", self._generation.request_id, exc_info=cause)
-            ending = error_event(reply_for(cause)) + DONE_EVENT
-        # Kept back by the shell until nothing of this request can be cancelled any more.
+            ending = error_event(reply_to(error, self._generation.request_id)) + DONE_EVENT
+        # The shell holds the last message back until a disconnect cannot cancel it.
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _pump(self, outputs: AsyncIterator[IndexedOutput], start: _Start) -> None:
         """Write all outputs, and comments where they leave gaps.
 
         Raises:
-            RequestTimeoutError: the time that the client gave the request is over.
+            RequestTimeoutError: the request's time is over.
         """
         unsent: IndexedOutput | None = None
         timeout = self._generation.timeout
@@ -113,8 +105,8 @@ class EventStreamResponse(Response):
                 if body := self._render(unsent):
                     await start.send_body(body)
                 unsent = None
-            # One scope for all outputs, its deadline moved by each: a scope for each would cost as much again as
-            # the rest. Taking an output is safe to cancel, sending one is not: then the deadline is infinite.
+            # One scope for all outputs, whose deadline each output moves: a scope per output would cost as much as
+            # the rest. Taking an output is safe to cancel; while one is sent, the deadline is infinite.
             with trio.CancelScope(deadline=min(trio.current_time() + gap_s, timeout.deadline)) as quiet:
                 async for output in outputs:
                     if quiet.cancel_called:  # the deadline passed in the very turn that brought the output
@@ -124,8 +116,8 @@ class EventStreamResponse(Response):
                         quiet.deadline = math.inf
                         await start.send_body(body)
                         now_s = trio.current_time()
-                        if not output[1].finished:
-                            timeout.check(now_s)
+                        if now_s >= timeout.deadline and not output[1].finished:
+                            raise timeout.error()
                         quiet.deadline = min(now_s + self._keep_alive_s, timeout.deadline)
                 else:
                     return

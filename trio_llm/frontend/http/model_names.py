@@ -8,9 +8,8 @@ from __future__ import annotations
 from pathlib import PurePath
 
 from trio_llm.config import EngineConfig, ServerConfig
-from trio_llm.frontend.engine_client import EngineClient
 
-__all__ = ["EMBEDDED_MODEL_NAME", "model_names", "served_names"]
+__all__ = ["EMBEDDED_MODEL_NAME", "model_names"]
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 
@@ -22,12 +21,3 @@ def model_names(engine: EngineConfig, server: ServerConfig) -> tuple[str, ...]:
     if engine.model is None:
         return (EMBEDDED_MODEL_NAME,)
     return (PurePath(engine.model).name or engine.model,)
-
-
-def served_names(client: EngineClient, config: ServerConfig) -> tuple[str, ...]:
-    """The same, of a client.
-
-    Raises:
-        EngineUnavailableError: the model is still loading.
-    """
-    return model_names(client.config, config)

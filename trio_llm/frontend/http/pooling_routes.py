@@ -1,38 +1,31 @@
-"""PoolingRoutes: what /v1/embeddings, /pooling and /score do.
+"""Routes that pool: /v1/embeddings, /pooling and /score.
 
-Part of the routes. Each turns a body into prompts and parameters, gets a vector for every prompt, and renders.
+Used by the route table. Each turns a body into prompts and parameters, gets a vector for every prompt, and writes them.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 import trio
-from starlette.requests import Request
 from starlette.responses import Response
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.engine_client import EngineClient
-from trio_llm.frontend.http.generation import RunningRequests, check_batch
-from trio_llm.frontend.http.openai.field_errors import name_as_asked
+from trio_llm.frontend.http.answers.client_names import in_client_names
+from trio_llm.frontend.http.answers.generation import check_batch
 from trio_llm.frontend.http.openai.pooling import (
     MAX_INPUTS,
     EmbeddingRequest,
     PoolingRequest,
     ScoreRequest,
-    VectorFields,
     embedding_params,
     pair_up,
-    parse_vector_request,
     pooling_params,
     score_params,
 )
 from trio_llm.frontend.http.openai.prompts import parse_prompts
-from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.openai.vectors import (
     embedding_entries,
     list_beginning,
@@ -40,120 +33,81 @@ from trio_llm.frontend.http.openai.vectors import (
     pooling_entries,
     score_entries,
 )
-from trio_llm.frontend.http.request_reader import RequestReader, request_id_of, request_timeout
-from trio_llm.frontend.http.server.timeouts import RequestTimeout
+from trio_llm.frontend.http.request_reader import ApiContext, Call
 from trio_llm.frontend.requests.input_processor import check_task
-from trio_llm.frontend.requests.pooling_output import cosine, run_in_order
+from trio_llm.frontend.requests.pooling import cosine, run_in_order
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 
-__all__ = ["PoolingRoutes"]
+__all__ = ["embed", "pool", "score"]
 
 _TURN_BYTES: Final = 64 * 1024
-"""Of vectors, a few milliseconds of work, after which other tasks get a turn."""
+"""Bytes of vectors that are written before other tasks get a turn: a few milliseconds of work."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Call:
-    """What is the same for all prompts of one HTTP request."""
-
-    head: AnswerHead
-    params: PoolingParams
-    request_id: str
-    timeout: RequestTimeout
-    add_special_tokens: bool
-    field: str
-    """Of the body: where the prompts were."""
+async def embed(api: ApiContext, call: Call[EmbeddingRequest]) -> Response:
+    """POST /v1/embeddings."""
+    prompts = _prompts(api, call.body.input)
+    outputs = await _outputs(api, call, prompts, embedding_params(call.body), field="input")
+    entries = embedding_entries(outputs, as_base64=call.body.encoding_format == "base64")
+    return await _answer(call, "embd", outputs, entries)
 
 
-class PoolingRoutes:
-    """All are POST, and none streams."""
+async def pool(api: ApiContext, call: Call[PoolingRequest]) -> Response:
+    """POST /pooling."""
+    tasks = api.client.get_supported_tasks()
+    params = pooling_params(call.body, tasks)
+    check_task(tasks, params.task)
+    outputs = await _outputs(api, call, _prompts(api, call.body.input), params, field="input")
+    entries = pooling_entries(outputs, as_base64=call.body.encoding_format == "base64")
+    return await _answer(call, "pool", outputs, entries)
 
-    def __init__(self, client: EngineClient, running: RunningRequests, incoming: RequestReader) -> None:
-        self._client = client
-        self._running = running
-        self._incoming = incoming
 
-    async def embed(self, http: Request) -> Response:
-        """POST /v1/embeddings."""
-        self._client.check_admission()
-        check_task(self._client.get_supported_tasks(), "embed")
-        began_s = trio.current_time()
-        request = parse_vector_request(EmbeddingRequest, await self._incoming.json(http))
-        call = self._call(http, request, embedding_params(request), began_s, "embd", "input")
-        outputs = await self._outputs(call, self._prompts(request.input))
-        as_base64 = request.encoding_format == "base64"
-        return await _answer(call, outputs, embedding_entries(outputs, as_base64=as_base64))
+async def score(api: ApiContext, call: Call[ScoreRequest]) -> Response:
+    """POST /score."""
+    first, second = pair_up(call.body)
+    outputs = await _outputs(api, call, [*first, *second], score_params(call.body), field="text_1")
+    vectors, others = outputs[: len(first)], outputs[len(first) :]
+    return await _answer(call, "score", outputs, score_entries(_scores(vectors, others)))
 
-    async def pool(self, http: Request) -> Response:
-        """POST /pooling."""
-        self._client.check_admission()
-        began_s = trio.current_time()
-        request = parse_vector_request(PoolingRequest, await self._incoming.json(http))
-        tasks = self._client.get_supported_tasks()
-        params = pooling_params(request, tasks)
-        check_task(tasks, params.task)
-        call = self._call(http, request, params, began_s, "pool", "input")
-        outputs = await self._outputs(call, self._prompts(request.input))
-        as_base64 = request.encoding_format == "base64"
-        return await _answer(call, outputs, pooling_entries(outputs, as_base64=as_base64))
 
-    async def score(self, http: Request) -> Response:
-        """POST /score."""
-        self._client.check_admission()
-        check_task(self._client.get_supported_tasks(), "score")
-        began_s = trio.current_time()
-        request = parse_vector_request(ScoreRequest, await self._incoming.json(http))
-        first, second = pair_up(request)
-        call = self._call(http, request, score_params(request), began_s, "score", "text_1")
-        outputs = await self._outputs(call, [*first, *second])
-        vectors, others = outputs[: len(first)], outputs[len(first) :]
-        return await _answer(call, outputs, score_entries(_scores(vectors, others)))
+def _prompts(api: ApiContext, value: object) -> list[str | list[int]]:
+    limit = api.client.model_config.max_model_len
+    return parse_prompts(value, name="input", most=MAX_INPUTS, max_model_len=limit, room=0)
 
-    def _prompts(self, value: object) -> list[str | list[int]]:
-        limit = self._client.model_config.max_model_len
-        return parse_prompts(value, name="input", most=MAX_INPUTS, max_model_len=limit, room=0)
 
-    def _call(
-        self, http: Request, request: VectorFields, params: PoolingParams, began_s: float, prefix: str, field: str
-    ) -> _Call:
-        timeout = request_timeout(http, request.timeout, began_s)
-        model = self._incoming.model_name(request.model)
-        request_id = request_id_of(http, request.request_id)
-        return _Call(
-            head=AnswerHead(id=f"{prefix}-{request_id}", created=int(time.time()), model=model),
-            params=params,
-            request_id=request_id,
-            timeout=timeout,
-            add_special_tokens=request.add_special_tokens is not False,
-            field=field,
-        )
+async def _outputs(
+    api: ApiContext, call: Call[Any], prompts: Sequence[str | list[int]], params: PoolingParams, *, field: str
+) -> list[PoolingOutput]:
+    """A vector for each prompt, all worked on at the same time, in the order of the prompts.
 
-    async def _outputs(self, call: _Call, prompts: Sequence[str | list[int]]) -> list[PoolingOutput]:
-        """A vector for each prompt, all worked on at the same time, in the order of the prompts.
+    Args:
+        field: name of the body's field that has the prompts.
 
-        Cancellation: all are aborted.
+    Cancellation: all are aborted.
 
-        Raises:
-            RequestTimeoutError: the request's time is over.
-            InvalidRequestError, NotSupportedError, EngineError: as `EngineClient.encode`, alone or in a group.
-        """
-        render = partial(self._client.renderer.render_prompt, add_special_tokens=call.add_special_tokens)
-        with call.timeout.within():
-            token_ids = [await render(prompt) for prompt in prompts]
-            if len(prompts) > 1:
-                check_batch(self._client.config, token_ids, field=call.field)
-            return await run_in_order(partial(self._encode, call, token_ids), range(len(prompts)))
+    Raises:
+        RequestTimeoutError: the request's time is over.
+        InvalidRequestError, NotSupportedError, EngineError: as `EngineClient.encode`, alone or in a group.
+    """
+    with call.timeout.within():
+        token_ids = await api.client.renderer.render_prompts(prompts, add_special_tokens=call.body.adds_special_tokens)
+        if len(prompts) > 1:
+            check_batch(api.client.config, token_ids, field=field)
+        ids = [call.request_id] if len(prompts) == 1 else [f"{call.request_id}-{i}" for i in range(len(prompts))]
+        encode = partial(_encode, api, params, field)
+        return await run_in_order(encode, list(zip(ids, token_ids, strict=True)))
 
-    async def _encode(self, call: _Call, prompts: Sequence[list[int]], index: int) -> PoolingOutput:
-        request_id = call.request_id if len(prompts) == 1 else f"{call.request_id}-{index}"
-        self._running.add(request_id)
-        try:
-            return await self._client.encode(prompts[index], call.params, request_id=request_id)
-        except InvalidRequestError as error:
-            raise name_as_asked(error, {"prompt": call.field}) from None
-        finally:
-            self._running.discard(request_id)
+
+async def _encode(api: ApiContext, params: PoolingParams, field: str, prompt: tuple[str, list[int]]) -> PoolingOutput:
+    request_id, token_ids = prompt
+    api.running.add(request_id)
+    try:
+        return await api.client.encode(token_ids, params, request_id=request_id)
+    except InvalidRequestError as error:
+        raise in_client_names(error, {"prompt": field}) from None
+    finally:
+        api.running.discard(request_id)
 
 
 def _scores(first: Sequence[PoolingOutput], second: Sequence[PoolingOutput]) -> Iterator[float]:
@@ -163,12 +117,12 @@ def _scores(first: Sequence[PoolingOutput], second: Sequence[PoolingOutput]) -> 
         yield cosine(alone if len(first) == 1 else first[index].values, other.values)
 
 
-async def _answer(call: _Call, outputs: Sequence[PoolingOutput], entries: Iterable[bytes]) -> Response:
+async def _answer(call: Call[Any], prefix: str, outputs: Sequence[PoolingOutput], entries: Iterable[bytes]) -> Response:
     turn = max(1, _TURN_BYTES // max(len(output.data) for output in outputs))
     parts: list[bytes] = []
     for entry in entries:
         parts.append(entry)
         if len(parts) % turn == 0:
             await trio.lowlevel.checkpoint()
-    body = b"".join((list_beginning(call.head), b",".join(parts), list_end(outputs)))
+    body = b"".join((list_beginning(call.head(prefix)), b",".join(parts), list_end(outputs)))
     return Response(body, media_type="application/json", headers={"x-request-id": call.request_id})

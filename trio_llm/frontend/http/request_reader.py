@@ -1,11 +1,13 @@
-"""RequestReader: what every route reads of a request before it knows what it is for: its body, names, ids and times.
+"""RequestReader: the prologue of every route that takes a body. It reads the body, and who asks for what until when.
 
-Used by the routes.
+Used by the router, which calls it once per request, and by the control routes.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
 import trio
 from starlette.requests import Request
@@ -13,15 +15,39 @@ from starlette.requests import Request
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ModelNotFoundError
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
-from trio_llm.frontend.http.model_names import served_names
+from trio_llm.frontend.http.model_names import model_names
+from trio_llm.frontend.http.openai.fields import ModelRequest, RequestBody, parse_body
+from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.server.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
+from trio_llm.frontend.requests.input_processor import check_task
 
-__all__ = ["RequestReader", "request_id_of", "request_timeout"]
+__all__ = ["ApiContext", "Call", "RequestReader"]
+
+Body = TypeVar("Body", bound=RequestBody)
+Asked = TypeVar("Asked", bound=ModelRequest)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call(Generic[Asked]):
+    """A request to the model, read and checked as far as all routes have the same rules."""
+
+    body: Asked
+    model: str
+    """The served name that the answer shows."""
+    request_id: str
+    timeout: RequestTimeout
+    created: int
+    """Seconds since 1970."""
+
+    def head(self, prefix: str) -> AnswerHead:
+        """What the answer begins with. Its id is the prefix, a dash and the request's id."""
+        return AnswerHead(id=f"{prefix}-{self.request_id}", created=self.created, model=self.model)
 
 
 class RequestReader:
-    """One for all routes of a server."""
+    """Reads requests of one server."""
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self._client = client
@@ -29,14 +55,47 @@ class RequestReader:
         # One at a time: parsing holds the interpreter lock, so that two would only take turns.
         self._big_bodies = trio.CapacityLimiter(1)
 
-    async def json(self, http: Request) -> dict[str, Any]:
-        """The body, which must be a JSON object.
+    async def begin(self, http: Request, model: type[Asked], task: str | None) -> Call[Asked]:
+        """Read a request to the model.
+
+        Args:
+            task: what the served model must be able to do; None: the route checks that.
 
         Cancellation: safe.
 
         Raises:
-            InvalidRequestError: it is none.
+            EngineUnavailableError, OverloadedError, EngineDeadError: the engine takes no requests now. That is
+                found before the body is looked at.
+            NotSupportedError: the model has no such task.
+            InvalidRequestError: the body or the time limit is wrong; `param` names the field.
+            ModelNotFoundError: another model is asked for.
         """
+        self._client.check_admission()
+        began_s = trio.current_time()
+        if task is not None:
+            check_task(self._client.get_supported_tasks(), task)
+        body = await self.read(http, model)
+        state = http.scope["state"]
+        return Call(
+            body=body,
+            model=self.model_name(body.model),
+            # The client's header, else its field, else the id that the shell made.
+            request_id=str(state["client_request_id"] or body.request_id or state["request_id"]),
+            timeout=timeout_of(http.headers.get(TIMEOUT_HEADER), body.timeout, began_s),
+            created=int(time.time()),
+        )
+
+    async def read(self, http: Request, model: type[Body]) -> Body:
+        """The body alone.
+
+        Cancellation: safe.
+
+        Raises:
+            InvalidRequestError: it is no JSON object, or not one that the model describes.
+        """
+        return parse_body(model, await self._json(http))
+
+    async def _json(self, http: Request) -> dict[str, Any]:
         body = await http.body()
         content_type = http.headers.get("content-type")
         if len(body) <= BIG_BODY_BYTES:
@@ -46,24 +105,30 @@ class RequestReader:
             parse_json_object, body, content_type, limiter=self._big_bodies, abandon_on_cancel=True
         )
 
+    @property
+    def model_names(self) -> tuple[str, ...]:
+        """The served names; the first one is the main one."""
+        return model_names(self._client.config, self._config)
+
     def model_name(self, asked: str | None) -> str:
         """The served name that a request uses; the first one if it names none.
 
         Raises:
             ModelNotFoundError: it names another.
         """
-        names = served_names(self._client, self._config)
+        names = self.model_names
         if asked and asked not in names:
             raise ModelNotFoundError(asked, names)
         return asked or names[0]
 
 
-def request_id_of(http: Request, field: str | None) -> str:
-    """The client's header, else its field, else the id that the shell made."""
-    state = http.scope["state"]
-    return str(state["client_request_id"] or field or state["request_id"])
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ApiContext:
+    """What the routes of one server share."""
 
-
-def request_timeout(http: Request, field: float | None, began_s: float) -> RequestTimeout:
-    """What the header or the field gives the request. Raises as `timeout_of`."""
-    return timeout_of(http.headers.get(TIMEOUT_HEADER), field, began_s)
+    client: EngineClient
+    config: ServerConfig
+    running: RunningRequests
+    reader: RequestReader
+    created: int = field(default_factory=lambda: int(time.time()))
+    """Seconds since 1970."""

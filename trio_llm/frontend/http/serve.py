@@ -24,9 +24,9 @@ __all__ = ["serve"]
 _logger = logging.getLogger(__name__)
 
 ENDING_S: Final = 2.0
-"""Time that aborted requests get, after the drain, to write their last event."""
+"""How long aborted requests may take, after the drain, to write their last event."""
 CLOSING_S: Final = 1.0
-"""Time that connections get after that; then they are closed by force."""
+"""How long connections may take after that; then they are closed by force."""
 
 
 async def serve(
@@ -40,20 +40,20 @@ async def serve(
 ) -> None:
     """Serve `client` over HTTP until `stop` is set, then drain and return; without `stop`, for ever.
 
-    Draining: `/health` says 503 and new work is refused at once; running requests get `drain_timeout_s`, then end
-    with a proper last event, whose finish reason is `abort`. An engine's death stops the server too, five seconds
-    later, unless `client.should_keep_api_server_alive`.
+    Draining: `/health` is 503, new work is refused and idle connections are closed, all at once. Running requests get
+    `drain_timeout_s`; then they end with a proper last event, whose finish reason is `abort`. The death of the engine
+    stops the server too, five seconds later, unless `client.should_keep_api_server_alive`.
 
     Args:
-        metrics: what /metrics shows; give the same one to the client's output handler. None: no such path.
-        listeners: from `open_listeners`; None: opened here, closed here.
+        metrics: what /metrics shows; give the same one to the client's output handler. None: there is no such path.
+        listeners: from `open_listeners`; None: opened and closed here.
         task_status: started with the URLs once connections are accepted.
 
     Cancellation: stops at once. Connections are closed and their requests aborted, without last events.
 
     Raises:
         ConfigError: as `open_listeners`.
-        EngineDeadError: the engine died, and this server has stopped therefore.
+        EngineDeadError: the engine died, which has stopped this server.
     """
     stop = trio.Event() if stop is None else stop
     with unwrap_single(), listeners or open_listeners(config) as taken:
@@ -66,13 +66,15 @@ async def serve(
                 nursery.start_soon(watch, client, stop.set)
                 await app.preload()
                 await stop.wait()
-                await _drain(client, app, config.drain_timeout_s)
-                accepting.cancel(reason="the server has stopped")
+                client.drain()
                 await connections.close_idle()
+                await _finish_requests(client, app, config.drain_timeout_s)
+                accepting.cancel(reason="the server has stopped")
+                await connections.close_idle()  # those that were accepted meanwhile
                 with trio.move_on_after(CLOSING_S) as closing:
                     await connections.wait_none_open()
                 if closing.cancelled_caught:
-                    _logger.warning("some clients do not take their answers; their connections are closed by force")
+                    _logger.warning("some clients do not read their answers; their connections are closed by force")
             finally:
                 nursery.cancel_scope.cancel(reason="the server has stopped")
                 connections.close_by_force()
@@ -87,7 +89,7 @@ async def _accept(
     *,
     task_status: trio.TaskStatus[trio.CancelScope],
 ) -> None:
-    """Accept until the scope that it starts with is cancelled; connections live on in `nursery`."""
+    """Accept until the scope that `task_status` gets is cancelled; connections live on in `nursery`."""
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as accepting:
             for one in listeners.sockets:
@@ -96,8 +98,7 @@ async def _accept(
             task_status.started(scope)
 
 
-async def _drain(client: EngineClient, app: App, timeout_s: float) -> None:
-    client.drain()
+async def _finish_requests(client: EngineClient, app: App, timeout_s: float) -> None:
     with trio.move_on_after(timeout_s):
         await client.wait_idle()
     if count := app.abort_running():

@@ -16,7 +16,7 @@ import msgspec
 
 from trio_llm.frontend.library.bulk import MapResults, Prompts, open_map
 from trio_llm.frontend.requests.input_processor import check_task
-from trio_llm.frontend.requests.pooling_output import cosine, run_in_order
+from trio_llm.frontend.requests.pooling import cosine, run_in_order
 from trio_llm.outputs import PoolingOutput, RequestOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams

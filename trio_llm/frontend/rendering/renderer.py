@@ -92,6 +92,18 @@ class Renderer:
             functools.partial(self._encode_prompt, prompt, add_special_tokens=add_special_tokens), size=len(prompt)
         )
 
+    async def render_prompts(
+        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True
+    ) -> list[list[int]]:
+        """The ids of several prompts, in their order. Cancellation and errors: as `render_prompt`."""
+        await trio.lowlevel.checkpoint()
+        return [
+            await self.render_prompt(prompt, add_special_tokens=add_special_tokens)
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in prompts
+        ]
+
     async def render_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of words that must not come: each at the start of a text and after a space, if those differ.
 

@@ -1,12 +1,12 @@
-"""Admission: whether one more request may wait, and the counts that this is decided by.
+"""Admission: whether one more request may wait, and the counts that decide it.
 
-Pure. `find_overload` decides, values in and decision out. The ledger is kept by `RequestRegistry`, which asks it
-with nothing between the question and the registration that could let another request in.
+Pure. `find_overload` decides. `RequestRegistry` keeps the ledger and asks it right before it registers a request, so no
+other request can come in between.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
 from trio_llm.errors import InvalidRequestError, OverloadedError, QueuedTokensError, QueueFullError
@@ -28,10 +28,10 @@ def find_overload(
     """Why a request must be refused now, or None.
 
     Args:
-        num_requests: unfinished ones, each choice of each counted.
-        num_tokens: prompt tokens of those that have no first token yet.
+        num_requests: how many are unfinished; each choice of an answer counts.
+        num_tokens: prompt tokens of requests that have no first token yet.
         count: choices of the new request.
-        num_prompt_tokens: of one of its choices; 0 if it is not known yet.
+        num_prompt_tokens: prompt tokens of one choice; 0 if not known yet.
 
     Raises:
         InvalidRequestError: it has more choices than could ever be admitted.
@@ -47,7 +47,7 @@ def find_overload(
                 f"{num_requests} requests are unfinished and the limit of this server is {max_requests} "
                 f"(--max-num-queued-reqs); this one wants {count} more, try again later"
             )
-    # Whoever finds no token waiting is let in, however long its prompt: else it could never be.
+    # While no token waits, a prompt of any length is admitted: otherwise a long one never could be.
     if max_tokens is not None and num_tokens > 0 and num_tokens + max(1, count * num_prompt_tokens) > max_tokens:
         wanted = f"this one has {count * num_prompt_tokens} more, " if num_prompt_tokens else ""
         return QueuedTokensError(
@@ -61,18 +61,18 @@ class AdmissionLedger:
     """Counts what is unfinished: from its registration until the engine has confirmed its end.
 
     Args:
-        on_rejection: is told the reason of each refusal.
+        on_rejection: is called with the reason of each refusal.
     """
 
     def __init__(self, limits: AdmissionLimits, on_rejection: Callable[[str], None] = lambda _: None) -> None:
         self._limits = limits
         self._on_rejection = on_rejection
         self._prefills: dict[Hashable, int] = {}
-        """Each unfinished request, and its prompt tokens until its first token has come; then 0."""
+        """Per unfinished request: its prompt tokens until its first token has come, then 0."""
         self._num_tokens = 0
-        """The sum of these."""
+        """The sum of `_prefills`."""
         self._inputs: dict[Hashable, tuple[int, Callable[[], None]]] = {}
-        """Inputs of sessions that are not let in yet, in their order: tokens, and who is to be told."""
+        """Inputs of sessions that wait to be admitted, in their order: tokens, and what to call then."""
 
     @property
     def num_requests(self) -> int:
@@ -80,7 +80,7 @@ class AdmissionLedger:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt tokens of requests that have no first token yet, inputs that wait to be let in among them."""
+        """Prompt tokens of requests that have no first token yet, and of inputs that wait to be admitted."""
         return self._num_tokens + sum(num_tokens for num_tokens, _ in self._inputs.values())
 
     def check(self, *, count: int = 1, num_prompt_tokens: int = 0) -> None:
@@ -106,29 +106,36 @@ class AdmissionLedger:
         self.remove(request)
         self._count(request, num_prompt_tokens)
 
-    def queue_input(self, session: Hashable, num_tokens: int, let_in: Callable[[], None]) -> None:
-        """An input of an unfinished session wants into the engine. `let_in` is called when it may, now or later.
+    def queue_input(self, session: Hashable, num_tokens: int, on_admitted: Callable[[], None]) -> None:
+        """Ask for room for an unfinished session's next input; `on_admitted` is called when there is, now or later.
 
-        Its session was admitted: it is never refused. Its tokens count from now on, so that new requests are refused
-        rather than let pass it; inputs are let in in their order. The end of its session ends the wait.
+        An input is never refused, since its session was admitted. Its tokens count from now on, so that new requests
+        are refused and do not overtake it. Inputs are admitted in their order. The end of its session ends the wait.
         """
         self._num_tokens -= self._prefills.get(session, 0)
         self._prefills[session] = 0
         self._inputs.pop(session, None)
-        self._inputs[session] = (num_tokens, let_in)
-        self._let_in()
+        self._inputs[session] = (num_tokens, on_admitted)
+        self._admit_inputs()
 
-    def has_first_token(self, request: Hashable) -> None:
-        """Its prompt is computed. Harmless if that was said before, or if the request is gone."""
+    def prefill_done(self, request: Hashable) -> None:
+        """The prompt of a request is computed. Harmless if it was before, or if the request is gone."""
         if self._prefills.get(request):
             self._count(request, 0)
-            self._let_in()
+            self._admit_inputs()
 
     def remove(self, request: Hashable) -> None:
-        """It is over. Harmless if it was not there."""
+        """A request is over. Harmless if it was not counted."""
         self._inputs.pop(request, None)
         self._num_tokens -= self._prefills.pop(request, 0)
-        self._let_in()
+        self._admit_inputs()
+
+    def check_counts(self, requests: Iterable[Hashable]) -> None:
+        """Assert that exactly these unfinished requests are counted, and no input that waits is counted twice."""
+        assert self._prefills.keys() == set(requests), "other requests are counted than are unfinished"
+        assert self._num_tokens == sum(self._prefills.values())
+        assert self._inputs.keys() <= self._prefills.keys(), "an input of a session that is over waits"
+        assert all(self._prefills[session] == 0 for session in self._inputs), "an input that waits is counted twice"
 
     def clear(self) -> None:
         """The engine is gone, and all requests with it."""
@@ -140,12 +147,12 @@ class AdmissionLedger:
         self._num_tokens += num_tokens - self._prefills.get(request, 0)
         self._prefills[request] = num_tokens
 
-    def _let_in(self) -> None:
+    def _admit_inputs(self) -> None:
         limit = self._limits.max_num_queued_tokens
         while self._inputs:
-            session, (num_tokens, let_in) = next(iter(self._inputs.items()))
+            session, (num_tokens, on_admitted) = next(iter(self._inputs.items()))
             if limit is not None and self._num_tokens > 0 and self._num_tokens + num_tokens > limit:
                 return
             del self._inputs[session]
             self._count(session, num_tokens)
-            let_in()
+            on_admitted()

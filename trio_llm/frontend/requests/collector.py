@@ -11,7 +11,7 @@ from typing import Final
 
 import trio
 
-from trio_llm.frontend.requests.parallel_sampling import repeat_choice
+from trio_llm.frontend.requests.output.parallel_sampling import repeat_choice
 from trio_llm.outputs import CompletionOutput, RequestOutput
 from trio_llm.sampling import RequestOutputKind
 
@@ -20,7 +20,7 @@ __all__ = ["RepeatingCollector", "RequestOutputCollector", "Unread"]
 _PIECE_BYTES: Final = 350
 _TOKEN_BYTES: Final = 8
 _LOGPROBS_BYTES: Final = 200
-"""What pieces, token ids and log-probabilities take as Python objects, about."""
+"""About what pieces, token ids and log-probabilities take as Python objects."""
 
 
 @dataclass(slots=True)
@@ -52,9 +52,9 @@ class RequestOutputCollector:
         self._send, self.channel = trio.open_memory_channel[Unread](1)
         self._error: BaseException | None = None
         self.is_unread = False
-        """Something was put since the reader took last: a look at the slot will do. Saves an exception each token."""
+        """Something was put since the reader took last, so it need not wait. Saves an exception per token."""
         self.must_resubmit = False
-        """The engine has dropped the request, uncomputed: whoever reads on must send it again."""
+        """The engine has dropped the request, uncomputed: a reader that reads on must send it again."""
 
     def put(self, output: RequestOutput) -> int:
         """Add an output. Never blocks; does nothing if the reader has left or an error was put.
@@ -105,14 +105,14 @@ class RequestOutputCollector:
         try:
             if self.is_unread:
                 await trio.lowlevel.checkpoint_if_cancelled()
-                return self.open(self.channel.receive_nowait())
-            return self.open(await self.channel.receive())
+                return self.unpack(self.channel.receive_nowait())
+            return self.unpack(await self.channel.receive())
         except trio.EndOfChannel:
             self.raise_error()
             raise
 
-    def open(self, unread: Unread) -> RequestOutput:
-        """What was taken from `channel`, as one output. For those who do the work of `receive` themselves."""
+    def unpack(self, unread: Unread) -> RequestOutput:
+        """What was taken from `channel`, as one output. For a reader that receives from `channel` itself."""
         self.is_unread = False
         return _join(unread.pieces) if isinstance(unread, _Pieces) else unread
 
@@ -140,16 +140,16 @@ class RepeatingCollector(RequestOutputCollector):
         super().__init__(kind)
         self._num_choices = num_choices
 
-    def open(self, unread: Unread) -> RequestOutput:
+    def unpack(self, unread: Unread) -> RequestOutput:
         """As its base."""
-        output = super().open(unread)
+        output = super().unpack(unread)
         return repeat_choice(output, self._num_choices) if output.outputs else output
 
 
 def _replace(older: RequestOutput, newer: RequestOutput) -> RequestOutput:
-    """The newer output, with the choices of the older one that it says nothing of."""
-    told = {choice.index for choice in newer.outputs}
-    kept = [choice for choice in older.outputs if choice.index not in told]
+    """The newer output, with those choices of the older one that it does not have."""
+    seen = {choice.index for choice in newer.outputs}
+    kept = [choice for choice in older.outputs if choice.index not in seen]
     if kept:
         newer.outputs = sorted([*kept, *newer.outputs], key=lambda choice: choice.index)
     if newer.prompt_logprobs is None:

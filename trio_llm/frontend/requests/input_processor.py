@@ -14,7 +14,7 @@ from typing import Any, Final
 import msgspec
 
 from trio_llm.errors import InvalidRequestError, NotSupportedError, PromptTooLongError
-from trio_llm.frontend.requests.parallel_sampling import num_scorings
+from trio_llm.frontend.requests.output.parallel_sampling import num_scorings
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams, is_valid_text
 from trio_llm.wire.messages import NO_SAMPLING, Continue, EngineCoreRequest, ModelConfig

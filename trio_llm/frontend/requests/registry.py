@@ -1,34 +1,34 @@
-"""RequestRegistry: the unfinished requests of a front end, and all that the engine is told of them.
+"""RequestRegistry: the unfinished requests of a front end, and all that the engines are sent for them.
 
-Used by `AsyncLLM` and sessions, which bring requests, and by the output handler, which sees them end. Synchronous
-throughout: a request is registered and queued for sending, or nothing of it is left. When an engine dies, the requests
-stay, and the next engine gets them from here.
+Used by the submitter and by sessions, which bring requests, and by the output handler, which sees them end. Synchronous
+throughout: a request is registered and queued for sending, or nothing of it is left. When an engine dies, its requests
+stay, and the next incarnation gets them from here.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
 import trio
 
 from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError, fresh
-from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.requests.admission import AdmissionLedger
 from trio_llm.frontend.requests.collector import RepeatingCollector, RequestOutputCollector
-from trio_llm.frontend.requests.output_processor import OutputProcessor
-from trio_llm.frontend.requests.parallel_sampling import Family, fan_out
-from trio_llm.frontend.requests.resumption import Resumption
-from trio_llm.frontend.requests.state import RequestState
+from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests
+from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats
+from trio_llm.frontend.requests.invariants import check_requests
+from trio_llm.frontend.requests.output.lifecycle import RequestStatus
+from trio_llm.frontend.requests.output.output_processor import OutputProcessor
+from trio_llm.frontend.requests.output.parallel_sampling import Family, fan_out
+from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.outputs import FinishReason, RequestOutput
-from trio_llm.wire.codec import encode
-from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
+from trio_llm.wire.messages import Continue, EngineCoreRequest
 
-__all__ = ["InFlightRequest", "RequestRegistry"]
+__all__ = ["RequestRegistry"]
 
 logger = logging.getLogger(__name__)
 
@@ -36,55 +36,62 @@ _MAX_EXPIRED: Final = 2
 """After so many deadlines that passed while the reader stayed, a request is sent without one."""
 
 
-@dataclass(slots=True, eq=False)
-class InFlightRequest:
-    """A registered request with its mailbox and its clock. With n > 1 there is one a choice; all share the mailbox."""
-
-    state: RequestState
-    collector: RequestOutputCollector
-    clock: RequestClock
-    has_first_token: bool = False
-    """Of its answer; of a session: of the newest one."""
-    counted_from_s: float = 0.0
-    """When the seconds of its deadline began; Trio's clock."""
-
-
 class RequestRegistry:
-    """All requests between their registration and the engine's last row for them.
+    """All requests between their registration and their engine's last row for them.
 
     Args:
-        ledger: is kept here.
-        on_gone: is told each time that one is over, for the engine too.
+        engines: at least one, in the order of their indices.
+        ledger: counts the requests that are in here.
+        on_gone: is called each time that a request is over, for its engine too.
+        choose_engine: gives the index of the engine for a new request. None: the engine with the fewest unfinished
+            requests, and of these the first one.
     """
 
     def __init__(
-        self, core: CoreClient, recorder: StatisticsRecorder, ledger: AdmissionLedger, on_gone: Callable[[], None]
+        self,
+        engines: Sequence[EngineLink],
+        recorder: StatisticsRecorder,
+        ledger: AdmissionLedger,
+        on_gone: Callable[[], None],
+        *,
+        choose_engine: Callable[[], int] | None = None,
     ) -> None:
-        self._core = core
+        self.in_flight: dict[str, InFlightRequest] = {}
+        """By internal id, in order of arrival. Changed in here alone."""
+        self._engines = [
+            EngineRequests(link, of_engine, self.in_flight)
+            for link, of_engine in zip(engines, recorder.engines, strict=True)
+        ]
         self._recorder = recorder
         self._ledger = ledger
         self._on_gone = on_gone
-        self.by_state: dict[RequestState, InFlightRequest] = {}
-        """In order of arrival. To be looked at."""
-        self._resumption = Resumption[RequestState]()
-        self._has_engine = True
-        """False from an engine's death until the next one is ready: nothing is sent then, and everything after."""
+        self._choose_engine = choose_engine if choose_engine is not None else self._least_busy
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no request comes before."""
 
     def __len__(self) -> int:
-        """Requests the engine may still work for, those whose reader has left included."""
-        return len(self.by_state)
+        """Requests that engines may still work for, those whose reader has left included."""
+        return len(self.in_flight)
 
-    @property
-    def num_expected(self) -> int:
-        """Requests that the engine has and owes an answer."""
-        return sum(state.num_tokens_when_sent is not None and not state.is_idle for state in self.by_state)
+    def num_expected(self, engine_index: int) -> int:
+        """Requests that this engine has and owes an answer."""
+        owed = RequestStatus.SENT, RequestStatus.ABORTING
+        return sum(request.state.status in owed for request in self._engines[engine_index])
+
+    def check(self) -> None:
+        """Assert all that holds between statuses, ledger, families and resumption whenever no method is running."""
+        check_requests(self.in_flight)
+        self._ledger.check_counts(request.state for request in self.in_flight.values())
+        for engine in self._engines:
+            engine.check()
+
+    def _least_busy(self) -> int:
+        return min(range(len(self._engines)), key=lambda index: self._engines[index].num_in_flight)
 
     # -------------------------------------------------------------------------------------- arriving
 
     def submit(self, request: EngineCoreRequest, external_id: str, arrived_s: float) -> InFlightRequest:
-        """Register and queue what the engine has to compute for a request, which may ask for several choices.
+        """Register and queue what an engine has to compute for a request, which may ask for several choices.
 
         Everything is registered before anything is sent, and all of it is queued or nothing is left.
 
@@ -92,7 +99,8 @@ class RequestRegistry:
             The request, with n > 1 its first child: it stands for the whole answer.
 
         Raises:
-            InvalidRequestError: it has no form on the wire.
+            OverloadedError: as much is unfinished as may be.
+            InvalidRequestError: it has no form on the wire, or more choices than may ever be unfinished.
         """
         assert self.processor is not None
         kind, num_choices = request.params.output_kind, request.params.n
@@ -101,42 +109,44 @@ class RequestRegistry:
         family = Family([child.request_id for child in children], kind) if len(children) > 1 else None
         is_repeated = len(children) < num_choices
         collector = RepeatingCollector(kind, num_choices) if is_repeated else RequestOutputCollector(kind)
-        lives: list[InFlightRequest] = []
+        engine_index, now_s = self._choose_engine(), trio.current_time()
+        choices: list[InFlightRequest] = []
         for index, child in enumerate(children):
-            state = self.processor.add(child, external_id, index=index, family=family)
-            clock = RequestClock(arrived_s)
-            lives.append(InFlightRequest(state, collector, clock, counted_from_s=trio.current_time()))
-            self.register(lives[-1])
+            state = self.processor.make_state(child, external_id, index=index, family=family)
+            choices.append(InFlightRequest(state, collector, RequestClock(arrived_s), engine_index, False, now_s))
+            self.register(choices[-1])
         try:
-            for live in lives:
-                self._send_request(live, live.state.request)
+            for choice in choices:
+                self._engines[engine_index].send(choice, choice.state.request)
         except CodecError as error:
-            self.end_in_engine([live.state for live in lives if live.state.num_tokens_when_sent is not None])
-            for live in lives:
-                self._drop(live.state)
+            sent = [choice.state.request_id for choice in choices if choice.state.status is RequestStatus.SENT]
+            self._engines[engine_index].abort(sent)
+            for choice in choices:
+                self._drop(choice)
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
-        return lives[0]
+        return choices[0]
 
     def register(self, request: InFlightRequest) -> None:
         """Before it is sent, so that no row can come for an unknown request."""
-        self.by_state[request.state] = request
+        self.in_flight[request.state.request_id] = request
+        self._engines[request.engine_index].num_in_flight += 1
         self._ledger.add(request.state, request.state.num_prompt_tokens)
 
     def resubmit(self, request: InFlightRequest, seconds_left: float | None) -> None:
-        """Send again what the engine has dropped, uncomputed, of a request that is read on.
+        """Send again what the engine has dropped, uncomputed, because the deadline at the time had passed.
 
         Args:
-            seconds_left: until nobody reads. Not heeded once it was wrong twice: each time costs the request its turn.
+            seconds_left: the reader's new deadline; None: it has none. It is left out once two deadlines have passed
+                like this: each costs the request its place in the engine's queue.
         """
         request.collector.must_resubmit = False
-        assert self.processor is not None
-        for state in self.processor.family_of(request.state):
-            if state.is_dropped and not state.is_tombstone and state in self.by_state:
-                state.is_dropped = False
+        for member in self._members(request.state):
+            state = member.state
+            if state.status is RequestStatus.EXPIRED:
                 deadline_s = seconds_left if state.num_expired < _MAX_EXPIRED else None
                 state.request = msgspec.structs.replace(state.request, deadline_s=deadline_s)
-                self.by_state[state].counted_from_s = trio.current_time()
-                self._send_request(self.by_state[state], state.request)
+                member.counted_from_s = trio.current_time()
+                self._engines[member.engine_index].send(member, state.request)
 
     # -------------------------------------------------------------------------------------- sessions
 
@@ -145,18 +155,19 @@ class RequestRegistry:
     ) -> InFlightRequest:
         """Register a session that has no input yet. Nothing is sent. Its parameters are the first ones."""
         assert self.processor is not None
-        live = InFlightRequest(self.processor.add(request, external_id), collector, RequestClock(arrived_s))
-        live.state.is_idle = True
-        self.register(live)
-        return live
+        state = self.processor.make_state(request, external_id)
+        state.status = RequestStatus.IDLE
+        session = InFlightRequest(state, collector, RequestClock(arrived_s), self._choose_engine())
+        self.register(session)
+        return session
 
-    def queue_input(self, session: InFlightRequest, num_tokens: int, let_in: Callable[[], None]) -> None:
+    def queue_input(self, session: InFlightRequest, num_tokens: int, on_admitted: Callable[[], None]) -> None:
         """Ask for room for a session's next input; see `AdmissionLedger.queue_input`.
 
-        If the session is over, `let_in` is never called: its mailbox has ended the task that would wait for that.
+        If the session is over, `on_admitted` is never called: its mailbox has ended the task that would wait for that.
         """
-        if self._is_unfinished(session.state):
-            self._ledger.queue_input(session.state, num_tokens, let_in)
+        if session.is_unfinished:
+            self._ledger.queue_input(session.state, num_tokens, on_admitted)
 
     def send_input(
         self,
@@ -169,29 +180,18 @@ class RequestRegistry:
         """Send a session's next input, for which there is room. Does nothing if the session is over.
 
         Args:
-            message: what tells the engine of it.
-            token_ids: of all inputs and answers, this one included; may grow afterwards.
-            num_input_tokens: of all inputs so far, this one included.
+            message: carries the input to an engine that has all before it.
+            token_ids: all inputs and answers, this input included; the list may grow afterwards.
+            num_input_tokens: tokens of all inputs so far, this one included.
 
         Raises:
             InvalidRequestError: it has no form on the wire.
         """
-        state = session.state
-        if self.processor is None or not self._is_unfinished(state):
-            return
-        try:
-            encode(message)
-        except CodecError as error:
-            raise InvalidRequestError(f"the input cannot be sent to the engine: {error}") from error
-        session.has_first_token = False
-        if session.clock.first_token_s is not None:
-            self._recorder.more_prompt_tokens(num_input_tokens - state.num_prompt_tokens)
-        self.processor.begin_answer(state, message, token_ids, num_input_tokens=num_input_tokens)
-        if isinstance(message, Continue) and state.num_tokens_when_sent is None:
-            # Another engine than the one that has the earlier inputs, or none yet.
-            self._send_request(session, _resumed(session, trio.current_time()))
-        else:
-            self._send_request(session, message)
+        if session.is_unfinished:
+            assert self.processor is not None
+            self._engines[session.engine_index].send_input(
+                session, message, processor=self.processor, token_ids=token_ids, num_input_tokens=num_input_tokens
+            )
 
     def end_session(self, session: InFlightRequest, reason: FinishReason) -> RequestOutput | None:
         """No input follows: the engine forgets the session.
@@ -199,187 +199,173 @@ class RequestRegistry:
         Returns:
             The last output for its reader; None if it was over before.
         """
-        state = session.state
-        if self.processor is None or not self.processor.bury(state):
+        if not session.is_unfinished:
             return None
-        self._recorder.request_finished(state, session.clock, reason)
-        output = self.processor.end_session(state, reason)
-        self.end_in_engine([state])
+        assert self.processor is not None
+        output = self.processor.end_session(session.state, reason)
+        self.end_in_engine(self.mark_family_aborted(session.state, reason=reason))
         return output
 
     # --------------------------------------------------------------------------------------- leaving
 
     def leave(self, request: InFlightRequest) -> None:
-        """The reader goes: its mailbox closes, and the engine is told what is unfinished.
+        """The reader goes: its mailbox closes, and the engine is sent one abort for what is unfinished.
 
         With n > 1, `request` may be any of the choices: all end.
         """
         request.collector.close()
-        self.end_in_engine(self.bury_family(request.state))
+        self.end_in_engine(self.mark_family_aborted(request.state))
 
     def abort(self, external_id: str) -> int:
-        """End requests on demand; their readers get what was held back, finished by `abort`.
+        """End requests on demand; their readers get what was held back, with the finish reason `abort`.
 
         Returns how many readers there were: with n > 1, all choices have one.
         """
-        if self.processor is None:
-            return 0
+        found = [
+            request
+            for request in self.in_flight.values()
+            if request.state.external_id == external_id and request.is_unfinished
+        ]
         states_of_reader: dict[RequestOutputCollector, list[RequestState]] = {}
-        for state in self.processor.states_of(external_id):
-            request = self.by_state[state]
-            output = self.processor.finish(state)
+        for request in found:
+            assert self.processor is not None
+            output = self.processor.finish(request.state)
             if output is not None:
                 request.collector.put(output)
-            self.processor.bury(state)
-            self._recorder.request_finished(state, request.clock, "abort")
-            states_of_reader.setdefault(request.collector, []).append(state)
+            states = states_of_reader.setdefault(request.collector, [])
+            if self._mark_aborted(request, "abort"):
+                states.append(request.state)
         for states in states_of_reader.values():
             self.end_in_engine(states)
         return len(states_of_reader)
 
-    def bury_family(self, state: RequestState, *, reason: FinishReason = "abort") -> list[RequestState]:
-        """Nobody reads this request and the other choices any more. Returns those that were not over, for
-        `end_in_engine`.
+    def mark_family_aborted(self, state: RequestState, *, reason: FinishReason = "abort") -> list[RequestState]:
+        """This request and the other choices of its answer are over for their reader.
 
         Args:
-            reason: that this one counts with; the others are aborted.
+            reason: the finish reason that this one counts with; the others are aborted.
+
+        Returns:
+            Those that an engine has and that were not over: for `end_in_engine`.
         """
-        if self.processor is None:
-            return []
-        ended = [member for member in self.processor.family_of(state) if self.processor.bury(member)]
-        for member in ended:
-            own_reason = reason if member is state else "abort"
-            self._recorder.request_finished(member, self.by_state[member].clock, own_reason)
-        return ended
+        return [
+            member.state
+            for member in self._members(state)
+            if member.is_unfinished and self._mark_aborted(member, reason if member.state is state else "abort")
+        ]
 
     def end_in_engine(self, states: Iterable[RequestState]) -> None:
-        """Nobody reads these any more: the engine is told, and its answers are waited for; those that it does not have
-        are over now."""
-        told: list[str] = []
+        """Let the engines forget requests that are marked as aborted: one message to each engine."""
+        ids_of_engine: dict[int, list[str]] = {}
         for state in states:
-            if state.num_tokens_when_sent is None:
-                self._drop(state)
-            else:
-                told.append(state.request.request_id)
-        if told:
-            self._core.send_nowait(Abort(told))
+            if state.status is RequestStatus.ABORTING:
+                engine_index = self.in_flight[state.request_id].engine_index
+                ids_of_engine.setdefault(engine_index, []).append(state.request_id)
+        for engine_index, request_ids in ids_of_engine.items():
+            self._engines[engine_index].abort(request_ids)
+
+    def _mark_aborted(self, request: InFlightRequest, reason: FinishReason) -> bool:
+        """The request is over for its reader. Returns whether its engine has it; if not, the request is gone."""
+        self.record_end(request, reason)
+        if request.state.num_tokens_when_sent is None:
+            self._drop(request)
+            return False
+        request.state.move(RequestStatus.ABORTING)
+        return True
+
+    def _drop(self, request: InFlightRequest) -> None:
+        """Forget a request that no row will come for."""
+        request.state.move(RequestStatus.GONE)
+        self.forget(request.state)
+        self._recorder.flush()  # no message of the engine follows that would
 
     def forget(self, state: RequestState) -> None:
-        """The engine's last row for it has come."""
-        self.by_state.pop(state, None)
+        """The request is gone: the engine's last row for it has come."""
+        request = self.in_flight.pop(state.request_id)
+        self._engines[request.engine_index].num_in_flight -= 1
         self._ledger.remove(state)
         self._on_gone()
         if state.num_deaths:
-            self.is_cleared(state)
+            self.clear_suspicion(request)
 
-    def has_first_token(self, request: InFlightRequest) -> None:
-        """The first token of an answer has come."""
+    def _members(self, state: RequestState) -> list[InFlightRequest]:
+        """The unforgotten requests for the choices of one answer: this one, and with n > 1 the others."""
+        ids = [state.request_id] if state.family is None else state.family.child_ids
+        return [request for request_id in ids if (request := self.in_flight.get(request_id)) is not None]
+
+    # ------------------------------------------------------------------------------------------ rows
+
+    def record_tokens(self, request: InFlightRequest, count: int, now_s: float) -> None:
+        """A row brought tokens for the reader: count them, and do what follows from an answer's first ones."""
+        if not request.has_first_token:
+            self.mark_first_token(request)
+        if request.state.num_deaths:
+            self.clear_suspicion(request)
+        self._engines[request.engine_index].record_tokens(request, count, now_s)
+
+    def record_vector(self, request: InFlightRequest) -> None:
+        """A row brought the vector of a pooling request."""
+        state = request.state
+        self._engines[request.engine_index].recorder.vector(
+            num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens
+        )
+
+    def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
+        """The request is over for its reader. Once per request."""
+        stats = make_finished_stats(request, reason, trio.current_time())
+        self._engines[request.engine_index].recorder.request_finished(stats)
+
+    def mark_first_token(self, request: InFlightRequest) -> None:
+        """The first token of an answer has come: its prompt is computed."""
         request.has_first_token = True
-        self._ledger.has_first_token(request.state)
+        self._ledger.prefill_done(request.state)
 
-    def is_dropped(self, request: InFlightRequest) -> None:
-        """The engine has dropped it, uncomputed: its reader may send it again."""
-        request.state.num_tokens_when_sent = None
+    def mark_expired(self, request: InFlightRequest) -> None:
+        """The engine has dropped it, uncomputed: it is sent again if its reader reads on."""
         request.collector.must_resubmit = True
-        if request.state.num_deaths:  # whoever is to be tried next does not wait for a reader
-            self._try_after(request.state)
+        if request.state.num_deaths:  # the next suspect does not wait for this one's reader
+            self._engines[request.engine_index].finish_trial(request)
 
-    def _drop(self, state: RequestState) -> None:
-        """Forget a request that the engine does not have."""
-        assert self.processor is not None
-        self.processor.remove(state)
-        self.forget(state)
-        self._recorder.flush()  # no message of the engine follows that would
-
-    def _is_unfinished(self, state: RequestState) -> bool:
-        """For its reader."""
-        return state in self.by_state and not state.is_tombstone
+    def clear_suspicion(self, request: InFlightRequest) -> None:
+        """A request that may have killed engines has got a token, or is over."""
+        request.state.num_deaths = 0
+        self._engines[request.engine_index].finish_trial(request)
 
     # ------------------------------------------------------------------------------ the engine's end
 
-    def is_cleared(self, state: RequestState) -> None:
-        """A request that engines have died of, perhaps, has got a token, or is over."""
-        state.num_deaths = 0
-        self._try_after(state)
-
-    def _try_after(self, state: RequestState) -> None:
-        """What waits for this one to be cleared is sent, if that is what it was."""
-        for next_one in self._resumption.is_over(state):
-            self._resume(next_one)
-
-    def lose_engine(self, reason: str, *, could_run: Callable[[RequestState], bool]) -> None:
-        """The engine is dead, and there will be another one: what is unfinished waits for that.
+    def on_engine_lost(self, index: int, reason: str, *, could_run: Callable[[RequestState], bool]) -> None:
+        """An incarnation of this engine is dead: its unfinished requests wait for the next one.
 
         Args:
             could_run: as `Resumption.engine_lost`.
         """
-        self._has_engine = False
-        culprit = self._resumption.engine_lost(self.by_state, could_run=could_run)
-        for state in [state for state in self.by_state if state.is_tombstone]:
-            self._drop(state)
-        if culprit is not None and culprit in self.by_state:
+        engine = self._engines[index]
+        suspect = engine.on_lost(could_run=could_run)
+        for request in [request for request in engine if request.state.status is RequestStatus.ABORTING]:
+            self._drop(request)
+        if suspect is not None and suspect.is_unfinished:
             error = EngineGenerateError(
-                f"engines die of this request: {culprit.num_deaths} did without a token of it, at last with no other "
-                f"request to blame: {reason}"
+                f"engines die of this request: {suspect.state.num_deaths} did without a token of it, at last with no "
+                f"other request to blame: {reason}"
             )
-            logger.error("request %s is given up: %s", culprit.external_id, error)
-            self.by_state[culprit].collector.put_error(error)
-            self.end_in_engine(self.bury_family(culprit, reason="error"))
-        self._recorder.engine_gone()
+            logger.error("request %s is given up: %s", suspect.state.external_id, error)
+            suspect.collector.put_error(error)
+            self.end_in_engine(self.mark_family_aborted(suspect.state, reason="error"))
 
-    def resume(self) -> None:
-        """Another engine is ready: it gets all that is unfinished."""
-        self._has_engine = True
-        waiting = [state for state in self.by_state if not (state.is_idle or state.is_dropped)]
-        for state in self._resumption.engine_ready(waiting):
-            self._resume(state)
+    def on_engine_ready(self, index: int) -> None:
+        """The next incarnation of this engine is ready: it gets all that is unfinished."""
+        self._engines[index].on_ready()
 
     def give_up(self, error: EngineDeadError) -> None:
         """There is no engine any more: every reader gets the text it is owed, then the error. Once."""
-        for state, request in self.by_state.items():
-            if not state.is_tombstone:
+        for request in self.in_flight.values():
+            if request.is_unfinished:
                 request.collector.put_error(fresh(error))
-                self._recorder.request_finished(state, request.clock, "error")
-        self.by_state.clear()
+                self.record_end(request, "error")
+            request.state.move(RequestStatus.GONE)
+        self.in_flight.clear()
         self._ledger.clear()
-        if self.processor is not None:
-            self.processor.clear()
-        self._recorder.engine_gone()
+        for engine in self._engines:
+            engine.num_in_flight = 0
+            engine.recorder.engine_gone()
         self._on_gone()
-
-    # --------------------------------------------------------------------------------------- sending
-
-    def _resume(self, state: RequestState) -> None:
-        live = self.by_state[state]
-        self._send_request(live, _resumed(live, trio.current_time()))
-
-    def _send_request(self, live: InFlightRequest, message: EngineCoreRequest | Continue) -> None:
-        """
-        Raises:
-            CodecError: it has no form on the wire.
-        """
-        self._send(message)
-        if self._has_engine:
-            live.state.num_tokens_when_sent = live.state.num_tokens
-
-    def _send(self, message: ToEngine) -> None:
-        if self._has_engine:
-            self._core.send_nowait(message)
-        else:
-            encode(message)  # whoever asks gets the error now; `resume` sends it
-
-
-def _resumed(live: InFlightRequest, now_s: float) -> EngineCoreRequest:
-    """What lets another engine go on with a request, after the tokens that were delivered."""
-    state, request = live.state, live.state.request
-    deadline_s = request.deadline_s
-    if deadline_s is not None:
-        # Of no meaning once something was computed.
-        deadline_s = None if state.num_tokens else max(0.0, deadline_s - (now_s - live.counted_from_s))
-    return msgspec.structs.replace(
-        request,
-        prompt_token_ids=list(request.prompt_token_ids),  # a session's list grows
-        output_token_ids=list(state.token_ids),
-        num_earlier_tokens=state.num_tokens - len(state.token_ids),
-        deadline_s=deadline_s,
-    )

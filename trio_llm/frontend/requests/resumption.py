@@ -1,6 +1,7 @@
-"""Resumption: which unfinished requests the next engine gets at once, which one after the other, and which no more.
+"""Resumption: which unfinished requests the next incarnation of an engine gets at once, which one after the other, and
+which never again.
 
-Pure. Used by `RequestRegistry` when an engine has died and another one is started.
+Pure. Used by `EngineRequests` when an engine has died and is started again.
 """
 
 from __future__ import annotations
@@ -15,24 +16,24 @@ _SUSPICIOUS_DEATHS: Final = 2
 
 
 class Resumable(Protocol):
-    """A request as far as this module knows it."""
+    """What this module needs to know of a request."""
 
     num_tokens: int
-    """Delivered so far."""
+    """Tokens delivered so far."""
     num_tokens_when_sent: int | None
-    """As many when the engine got it; None: the engine does not have it."""
+    """`num_tokens` when the engine got it; None: the engine does not have it."""
     num_deaths: int
-    """Of engines that had it and delivered no token of it."""
+    """Engines that died while they had it and had delivered no token of it."""
 
 
 RequestT = TypeVar("RequestT", bound=Resumable)
 
 
 class Resumption(Generic[RequestT]):
-    """A request may be what kills the engines. A token that is delivered clears it.
+    """Any request may be what kills the engine. A delivered token clears it.
 
-    Those that got none from two engines are tried one at a time, beside all the others, and the one that is on trial
-    when an engine dies is given up.
+    A request that got no token from two incarnations is a suspect. Suspects are tried one at a time, beside all other
+    requests, and the suspect that is on trial when the engine dies is given up.
     """
 
     def __init__(self) -> None:
@@ -40,20 +41,26 @@ class Resumption(Generic[RequestT]):
         self._on_trial: RequestT | None = None
 
     @property
+    def suspects(self) -> list[RequestT]:
+        """The suspects that wait for their trial, in order of arrival."""
+        return list(self._suspects)
+
+    @property
     def on_trial(self) -> RequestT | None:
-        """The suspect that the engine has; it has delivered nothing yet."""
+        """The suspect that the engine has. It has delivered nothing yet."""
         return self._on_trial
 
     def engine_lost(
         self, requests: Iterable[RequestT], *, could_run: Callable[[RequestT], bool] = lambda request: True
     ) -> RequestT | None:
-        """An engine has died with these requests unfinished, or before it got them.
+        """An incarnation has died with these requests unfinished, or before it got them.
 
         Args:
-            could_run: the engine was free to work for this one. What it only keeps, as in its sleep, is not to blame.
+            could_run: the engine was free to work for this request. One that it only kept, asleep or paused, is not to
+                blame.
 
         Returns:
-            The one that is to be given up.
+            The request that is to be given up, or None.
         """
         for request in requests:
             if request.num_tokens_when_sent is not None:
@@ -62,12 +69,12 @@ class Resumption(Generic[RequestT]):
                 elif could_run(request):
                     request.num_deaths += 1
                 request.num_tokens_when_sent = None
-        culprit, self._on_trial = self._on_trial, None
+        suspect, self._on_trial = self._on_trial, None
         self._suspects.clear()
-        return culprit if culprit is not None and could_run(culprit) else None
+        return suspect if suspect is not None and could_run(suspect) else None
 
     def engine_ready(self, requests: Iterable[RequestT]) -> list[RequestT]:
-        """Another engine is there for these unfinished requests, in order of arrival. Returns those to send now."""
+        """Another incarnation is ready for these requests, in order of arrival. Returns those to send now."""
         now = []
         for request in requests:
             if request.num_deaths < _SUSPICIOUS_DEATHS:
@@ -76,11 +83,11 @@ class Resumption(Generic[RequestT]):
                 self._suspects.append(request)
         return now + self._try_next()
 
-    def is_over(self, request: RequestT) -> list[RequestT]:
-        """A request has got a token, or has ended in whatever way. Harmless if it was no suspect.
+    def finish(self, request: RequestT) -> list[RequestT]:
+        """A request has got a token, or has ended in any way. Harmless if it was no suspect.
 
         Returns:
-            What is to be sent now.
+            The requests to send now.
         """
         if request is self._on_trial:
             return self._try_next()

@@ -17,8 +17,9 @@ from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.exception_groups import errors_to
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.collector import RequestOutputCollector, Unread
+from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor
-from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
+from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import Continue, EngineCoreRequest
@@ -101,9 +102,9 @@ class SessionCollector(RequestOutputCollector):
         super().put_error(error)
         self._stop_feeding()
 
-    def open(self, unread: Unread) -> RequestOutput:
+    def unpack(self, unread: Unread) -> RequestOutput:
         """As its base."""
-        output = super().open(unread)
+        output = super().unpack(unread)
         if output.outputs and output.outputs[0].finish_reason is not None:
             self.finish_reason = output.outputs[0].finish_reason
             self.answer_taken.set()

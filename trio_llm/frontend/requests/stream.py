@@ -15,7 +15,7 @@ from typing import Literal
 import trio
 
 from trio_llm.frontend.requests.deadlines import seconds_left
-from trio_llm.frontend.requests.registry import InFlightRequest
+from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.outputs import RequestOutput
 
 __all__ = ["GenerateStream"]
@@ -133,7 +133,7 @@ class GenerateStream:
                 if collector.is_unread:
                     output = await collector.receive()
                 else:
-                    output = collector.open(await collector.channel.receive())
+                    output = collector.unpack(await collector.channel.receive())
                 if output.outputs:
                     break  # else it was only to be seen that the engine has dropped the request
         except Exception as error:

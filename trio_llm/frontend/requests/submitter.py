@@ -13,13 +13,14 @@ import trio
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.requests.deadlines import seconds_left
+from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
     check_cache_salt,
     check_priority,
     check_request_id,
     make_internal_id,
 )
-from trio_llm.frontend.requests.registry import InFlightRequest, RequestRegistry
+from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.sessions import Session, StreamingInput, check_session_params
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams

@@ -1,4 +1,7 @@
-"""StatisticsRecorder: counts what the output handler delivers and hands it to the StatLoggers, once a drained batch."""
+"""StatisticsRecorder: counts what the engines deliver and hands it to the StatLoggers, once per drained batch.
+
+Takes numbers and clocks, and knows nothing about requests. Used by the output handler and by `RequestRegistry`.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,10 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import trio
-
-from trio_llm.frontend.requests.state import RequestState
 from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats, StatLogger
-from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import SchedulerStats
 
-__all__ = ["RequestClock", "StatisticsRecorder"]
+__all__ = ["EngineRecorder", "RequestClock", "StatisticsRecorder"]
 
 logger = logging.getLogger(__name__)
 
@@ -27,11 +26,12 @@ class RequestClock:
     last_token_s: float = 0.0
 
 
-class StatisticsRecorder:
-    """Gathers one IterationStats after the other. A logger that raises is left out from then on."""
+class EngineRecorder:
+    """Gathers what one engine delivers, one IterationStats after the other."""
 
-    def __init__(self, loggers: Sequence[StatLogger]) -> None:
-        self._loggers = list(loggers)
+    __slots__ = ("_has_news", "_iteration", "_scheduler")
+
+    def __init__(self) -> None:
         self._iteration = IterationStats()
         self._scheduler: SchedulerStats | None = None
         self._has_news = False
@@ -46,73 +46,97 @@ class StatisticsRecorder:
         self.scheduler(SchedulerStats())
 
     def engine_restarted(self) -> None:
-        """Another engine is ready after one that died."""
+        """Another incarnation is ready after one that died."""
         self._iteration.num_restarts += 1
         self._has_news = True
 
-    def tokens(self, state: RequestState, clock: RequestClock, count: int, now_s: float) -> None:
-        """Tokens were delivered to one request."""
+    def first_tokens(
+        self, clock: RequestClock, count: int, now_s: float, *, num_prompt_tokens: int, num_cached_tokens: int
+    ) -> None:
+        """The first tokens of a request were delivered, and with them its prompt counts as computed."""
+        iteration = self._iteration
+        iteration.time_to_first_token_s.append(now_s - clock.arrived_s)
+        iteration.num_prompt_tokens += num_prompt_tokens
+        iteration.num_queried_tokens += num_prompt_tokens
+        iteration.num_cached_tokens += num_cached_tokens
+        self.first_tokens_of_sibling(clock, count, now_s)
+
+    def first_tokens_of_sibling(self, clock: RequestClock, count: int, now_s: float) -> None:
+        """The first tokens of a choice were delivered whose prompt was counted with another choice of the answer."""
+        self._iteration.num_generation_tokens += count
+        clock.first_token_s = clock.last_token_s = now_s
+
+    def tokens(self, clock: RequestClock, count: int, now_s: float) -> None:
+        """Tokens after the first ones were delivered to a request."""
         iteration = self._iteration
         iteration.num_generation_tokens += count
-        if clock.first_token_s is None:
-            clock.first_token_s = now_s
-            # One prompt and one first token for all the choices of an answer; each choice is a request that ends.
-            if state.family is None or state.family.take_first_token():
-                iteration.time_to_first_token_s.append(now_s - clock.arrived_s)
-                iteration.num_prompt_tokens += len(state.request.prompt_token_ids)
-                iteration.num_queried_tokens += len(state.request.prompt_token_ids)
-                iteration.num_cached_tokens += state.num_cached_tokens
-        else:
-            iteration.inter_token_latency_s.append(now_s - clock.last_token_s)
+        iteration.inter_token_latency_s.append(now_s - clock.last_token_s)
         clock.last_token_s = now_s
 
-    def vector(self, state: RequestState) -> None:
-        """A pooling request has got what it waits for: its prompt counts, though no token comes."""
-        self._iteration.num_prompt_tokens += state.num_prompt_tokens
-        self._iteration.num_cached_tokens += state.num_cached_tokens
+    def tokens_of_message(self, count: int, latencies_s: list[float]) -> None:
+        """All of one message that `tokens` would be called for: one call in place of one per row.
+
+        Args:
+            count: tokens of all these rows.
+            latencies_s: per row, the seconds since the request's last tokens. The caller sets each clock's
+                `last_token_s`.
+        """
+        iteration = self._iteration
+        iteration.num_generation_tokens += count
+        iteration.inter_token_latency_s += latencies_s
+
+    def vector(self, *, num_prompt_tokens: int, num_cached_tokens: int) -> None:
+        """A pooling request has got its vector: its prompt counts, though no token comes."""
+        self._iteration.num_prompt_tokens += num_prompt_tokens
+        self._iteration.num_cached_tokens += num_cached_tokens
 
     def more_prompt_tokens(self, count: int) -> None:
         """A session has got another input."""
         self._iteration.num_prompt_tokens += count
 
-    def request_finished(self, state: RequestState, clock: RequestClock, reason: FinishReason) -> None:
-        """A request is over for its reader. Once a request."""
-        params = state.request.params
+    def request_finished(self, stats: FinishedRequestStats) -> None:
+        """A request is over for its reader. Once per request."""
+        self._iteration.finished.append(stats)
         self._has_news = True
-        self._iteration.finished.append(
-            FinishedRequestStats(
-                request_id=state.external_id,
-                finish_reason=reason,
-                num_prompt_tokens=state.num_prompt_tokens,
-                num_cached_tokens=state.num_cached_tokens,
-                num_output_tokens=state.num_tokens,
-                max_tokens=params.max_tokens or 0,
-                e2e_latency_s=trio.current_time() - clock.arrived_s,
-                time_to_first_token_s=None if clock.first_token_s is None else clock.first_token_s - clock.arrived_s,
-            )
-        )
+
+    def take(self) -> tuple[SchedulerStats | None, IterationStats] | None:
+        """What was gathered since the last time. None: nothing that is worth a record of its own."""
+        if not self._has_news:
+            return None
+        gathered = self._scheduler, self._iteration
+        self._scheduler, self._iteration, self._has_news = None, IterationStats(), False
+        return gathered
+
+
+class StatisticsRecorder:
+    """One `EngineRecorder` per engine, and the loggers. A logger that raises is left out from then on."""
+
+    def __init__(self, loggers: Sequence[StatLogger], *, num_engines: int = 1) -> None:
+        self.engines = [EngineRecorder() for _ in range(num_engines)]
+        """By the index of the engine."""
+        self._loggers = list(loggers)
 
     def rejection(self, reason: str) -> None:
-        """A request was refused for the load."""
-        self._tell_each(lambda stat_logger: stat_logger.record_rejection(reason))
+        """A request was refused because of the load."""
+        self._call_each(lambda stat_logger: stat_logger.record_rejection(reason))
 
     def flush(self) -> None:
         """Hand over what was gathered since the last time."""
-        if not self._has_news:
-            return
-        iteration, self._iteration = self._iteration, IterationStats()
-        scheduler, self._scheduler = self._scheduler, None
-        self._has_news = False
-        self._tell_each(lambda stat_logger: stat_logger.record(scheduler, iteration))
+        for index, engine in enumerate(self.engines):
+            if (gathered := engine.take()) is not None:
+                self._record(index, *gathered)
+
+    def _record(self, engine_index: int, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+        self._call_each(lambda stat_logger: stat_logger.record(scheduler, iteration, engine_index=engine_index))
 
     def log(self) -> None:
         """Let the loggers write their line."""
-        self._tell_each(lambda stat_logger: stat_logger.log())
+        self._call_each(lambda stat_logger: stat_logger.log())
 
-    def _tell_each(self, tell: Callable[[StatLogger], None]) -> None:
+    def _call_each(self, call: Callable[[StatLogger], None]) -> None:
         for stat_logger in list(self._loggers):
             try:
-                tell(stat_logger)
+                call(stat_logger)
             except Exception:
-                logger.exception("%r is left out of the statistics from now on", stat_logger)
+                logger.exception("%r failed and records no statistics from now on", stat_logger)
                 self._loggers.remove(stat_logger)

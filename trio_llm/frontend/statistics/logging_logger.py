@@ -18,7 +18,8 @@ _logger = logging.getLogger(__name__)
 
 
 class LoggingStatLogger:
-    """Writes rates since its last line. An idle engine gets one line that says so, then silence.
+    """Writes rates since its last line, summed over all engines. When nothing runs any more one line says so, and then
+    none follows.
 
     Args:
         clock: seconds that never go back.
@@ -27,7 +28,8 @@ class LoggingStatLogger:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._last_log = clock()
-        self._scheduler = SchedulerStats()
+        self._schedulers: dict[int, SchedulerStats] = {}
+        """The newest statistics by the index of the engine."""
         self._num_prompt_tokens = 0
         self._num_queried_tokens = 0
         self._num_cached_tokens = 0
@@ -35,10 +37,10 @@ class LoggingStatLogger:
         self._num_rejections = 0
         self._was_idle = True
 
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int = 0) -> None:
         """Add one drained batch."""
         if scheduler is not None:
-            self._scheduler = scheduler
+            self._schedulers[engine_index] = scheduler
         self._num_prompt_tokens += iteration.num_prompt_tokens
         self._num_queried_tokens += iteration.num_queried_tokens
         self._num_cached_tokens += iteration.num_cached_tokens
@@ -52,23 +54,22 @@ class LoggingStatLogger:
         """Write the line, and count from 0 again."""
         now = self._clock()
         elapsed_s = max(now - self._last_log, 1e-9)
-        scheduler = self._scheduler
+        schedulers = self._schedulers.values()
+        num_running = sum(scheduler.num_running for scheduler in schedulers)
+        num_waiting = sum(scheduler.num_waiting for scheduler in schedulers)
+        num_blocks = sum(scheduler.num_blocks for scheduler in schedulers)
         is_idle = not (
-            self._num_prompt_tokens
-            or self._num_generation_tokens
-            or self._num_rejections
-            or scheduler.num_running
-            or scheduler.num_waiting
+            self._num_prompt_tokens or self._num_generation_tokens or self._num_rejections or num_running or num_waiting
         )
         if not (is_idle and self._was_idle):
-            used = scheduler.num_blocks - scheduler.num_free_blocks
+            num_used = num_blocks - sum(scheduler.num_free_blocks for scheduler in schedulers)
             _logger.info(
                 "prompt %.1f tokens/s, generation %.1f tokens/s, running %d, waiting %d, KV cache usage %.1f %%%s%s",
                 self._num_prompt_tokens / elapsed_s,
                 self._num_generation_tokens / elapsed_s,
-                scheduler.num_running,
-                scheduler.num_waiting,
-                100 * used / scheduler.num_blocks if scheduler.num_blocks else 0.0,
+                num_running,
+                num_waiting,
+                100 * num_used / num_blocks if num_blocks else 0.0,
                 self._hit_rate(),
                 f", refused {self._num_rejections}" if self._num_rejections else "",
             )
@@ -78,7 +79,7 @@ class LoggingStatLogger:
         self._num_queried_tokens = self._num_cached_tokens = 0
 
     def _hit_rate(self) -> str:
-        """Nothing if no prompt was looked for: 0 % would say that the cache was of no use."""
+        """Empty if the cache was asked for no prompt: 0 % would say that it was of no use."""
         if not self._num_queried_tokens:
             return ""
         return f", prefix cache hit rate {100 * self._num_cached_tokens / self._num_queried_tokens:.1f} %"

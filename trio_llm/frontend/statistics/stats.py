@@ -51,8 +51,12 @@ class IterationStats:
 class StatLogger(Protocol):
     """Records statistics. Called in the output handler: must not block and must not raise."""
 
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        """One drained batch; `scheduler` is the newest state of the engine's scheduler, if the batch had one."""
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int) -> None:
+        """One drained batch of one engine.
+
+        Args:
+            scheduler: the newest state of the engine's scheduler, if the batch had one.
+        """
         ...
 
     def record_rejection(self, reason: str) -> None:

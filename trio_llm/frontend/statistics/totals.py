@@ -1,4 +1,4 @@
-"""Totals: what an engine did since it was opened, as numbers that a program can read. Behind `llm.statistics()`.
+"""Totals: what all engines did since they were opened, as numbers that a program can read. Behind `llm.statistics()`.
 
 Pure. A StatLogger that `AsyncLLM` always has.
 """
@@ -20,7 +20,7 @@ __all__ = ["EngineStatistics", "Totals"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStatistics:
-    """A snapshot. The scheduler's numbers are those after the last step whose output has come."""
+    """A snapshot, summed over all engines. Schedulers' numbers are those after the last step whose output has come."""
 
     state: EngineState
     num_running: int
@@ -31,12 +31,12 @@ class EngineStatistics:
     num_kv_blocks: int
     """0 while the model is loading."""
     num_prompt_tokens: int
-    """Of requests whose first token, or vector, came."""
+    """Prompt tokens of requests whose first token, or vector, has come."""
     num_generation_tokens: int
     num_finished: Mapping[FinishReason, int]
     """Requests that are over, by reason: stop, length, abort, error. Each choice of an answer counts."""
     num_refused: int
-    """Requests that were refused for the load."""
+    """Requests that were refused because of the load."""
     num_restarts: int
     """Engines that were started after another one had died."""
 
@@ -44,18 +44,19 @@ class EngineStatistics:
 class Totals:
     """Implements `StatLogger`."""
 
-    def __init__(self) -> None:
-        self._scheduler: SchedulerStats | None = None
+    def __init__(self, *, num_engines: int = 1) -> None:
+        self._schedulers: list[SchedulerStats | None] = [None] * num_engines
+        """The newest statistics by the index of the engine; None before the first ones."""
         self._num_prompt_tokens = 0
         self._num_generation_tokens = 0
         self._num_refused = 0
         self._num_restarts = 0
         self._finished: Counter[FinishReason] = Counter()
 
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int = 0) -> None:
         """Add one drained batch."""
         if scheduler is not None:
-            self._scheduler = scheduler
+            self._schedulers[engine_index] = scheduler
         self._num_prompt_tokens += iteration.num_prompt_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
         self._num_restarts += iteration.num_restarts
@@ -69,18 +70,19 @@ class Totals:
         """Nothing: these are read."""
 
     def snapshot(self, state: EngineState, *, num_blocks: int) -> EngineStatistics:
-        """What has come together.
+        """The totals so far.
 
         Args:
-            num_blocks: of the KV cache; 0: not known yet.
+            num_blocks: KV blocks of each engine; 0: not known yet.
         """
-        scheduler = self._scheduler or SchedulerStats(num_free_blocks=num_blocks)
+        unheard = SchedulerStats(num_free_blocks=num_blocks)
+        schedulers = [scheduler or unheard for scheduler in self._schedulers]
         return EngineStatistics(
             state=state,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_free_kv_blocks=scheduler.num_free_blocks,
-            num_kv_blocks=num_blocks,
+            num_running=sum(scheduler.num_running for scheduler in schedulers),
+            num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
+            num_free_kv_blocks=sum(scheduler.num_free_blocks for scheduler in schedulers),
+            num_kv_blocks=num_blocks * len(schedulers),
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             num_finished=MappingProxyType(

@@ -16,7 +16,6 @@ import httpx
 import pytest
 import trio
 import trio.testing
-from hypercorn.config import Config
 from hypercorn.events import RawData
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
@@ -285,7 +284,13 @@ async def test_what_is_kept_behind_a_request_is_bounded() -> None:
         tasks = TaskGroup()
         await nursery.start(enter_for_ever, tasks)
         protocol = http1.Http1Protocol(
-            app, Config(), WorkerContext(None), tasks=tasks, addresses=(None, None), send=send, max_body_bytes=1
+            app,
+            http1.Http1Config(max_body_bytes=1),
+            WorkerContext(None),
+            tasks=tasks,
+            addresses=(None, None),
+            send=send,
+            write=send,
         )
         await protocol.handle(RawData(data=GET_VERSION))
         for _ in range(50):

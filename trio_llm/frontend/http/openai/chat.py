@@ -6,44 +6,43 @@ Pure. Used by its route.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.field_errors import name_as_asked
+from trio_llm.frontend.http.answers.client_names import in_client_names
 from trio_llm.frontend.http.openai.fields import (
     NOT_SUPPORTED,
     CommonFields,
     Neutral,
     only,
-    parse_request,
     sampling_params,
 )
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES
 from trio_llm.quoting import quote
 from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
 
-__all__ = ["ChatRequest", "chat_params", "param_names", "parse_chat_request"]
+__all__ = ["ChatRequest", "chat_params", "param_names"]
 
 MAX_TEMPLATE_KWARGS = 64
-
-_CHAT_NOT_SUPPORTED: Mapping[str, Neutral] = {
-    **NOT_SUPPORTED,
-    "tools": only(),
-    "tool_choice": only("none", "auto"),
-    "functions": only(),
-    "function_call": only("none", "auto"),
-    "chat_template": only(),
-    "documents": only([]),
-    "reasoning_effort": only("none"),
-    "add_special_tokens": only(False),
-    "echo": only(False),
-}
 
 
 class ChatRequest(CommonFields):
     """A conversation to continue."""
+
+    not_supported: ClassVar[Mapping[str, Neutral]] = {
+        **NOT_SUPPORTED,
+        "tools": only(),
+        "tool_choice": only("none", "auto"),
+        "functions": only(),
+        "function_call": only("none", "auto"),
+        "chat_template": only(),
+        "documents": only([]),
+        "reasoning_effort": only("none"),
+        "add_special_tokens": only(False),
+        "echo": only(False),
+    }
 
     # Judged by the renderer, as those of any other caller.
     messages: Annotated[
@@ -64,15 +63,6 @@ class ChatRequest(CommonFields):
         return self.add_generation_prompt
 
 
-def parse_chat_request(body: Mapping[str, Any]) -> ChatRequest:
-    """The request in a JSON object.
-
-    Raises:
-        InvalidRequestError: `param` names the field at fault.
-    """
-    return parse_request(ChatRequest, body, _CHAT_NOT_SUPPORTED)
-
-
 def chat_params(request: ChatRequest, defaults: Mapping[str, float]) -> SamplingParams:
     """
     Raises:
@@ -91,10 +81,11 @@ def chat_params(request: ChatRequest, defaults: Mapping[str, float]) -> Sampling
             request,
             max_tokens=request.max_tokens if max_tokens is None else max_tokens,
             logprobs=top if request.logprobs else None,
+            prompt_logprobs=request.prompt_logprobs,
             defaults=defaults,
         )
     except InvalidRequestError as error:
-        raise name_as_asked(error, param_names(request)) from None
+        raise in_client_names(error, param_names(request)) from None
 
 
 def param_names(request: ChatRequest) -> Mapping[str, str]:

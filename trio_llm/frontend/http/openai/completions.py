@@ -6,7 +6,7 @@ Pure. Used by its route.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 from pydantic import WithJsonSchema
@@ -17,7 +17,6 @@ from trio_llm.frontend.http.openai.fields import (
     CommonFields,
     Neutral,
     only,
-    parse_request,
     sampling_params,
 )
 from trio_llm.frontend.http.openai.prompts import prompt_schema
@@ -31,7 +30,7 @@ __all__ = [
     "check_num_choices",
     "completion_params",
     "is_prompt_only",
-    "parse_completion_request",
+    "limit_to_room",
 ]
 
 DEFAULT_MAX_TOKENS = 16
@@ -39,43 +38,52 @@ MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
 """Of all prompts together."""
 
-_COMPLETION_NOT_SUPPORTED: Mapping[str, Neutral] = {**NOT_SUPPORTED, "suffix": only("")}
-
 
 class CompletionRequest(CommonFields):
     """Text to continue: one prompt or several."""
+
+    not_supported: ClassVar[Mapping[str, Neutral]] = {**NOT_SUPPORTED, "suffix": only("")}
 
     prompt: Annotated[Any, WithJsonSchema(prompt_schema(MAX_PROMPTS))]
     logprobs: int | None = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 
-
-def parse_completion_request(body: Mapping[str, Any]) -> CompletionRequest:
-    """The request in a JSON object.
-
-    Raises:
-        InvalidRequestError: `param` names the field at fault.
-    """
-    return parse_request(CompletionRequest, body, _COMPLETION_NOT_SUPPORTED)
+    @property
+    def adds_special_tokens(self) -> bool:
+        """The tokenizer adds its own, such as the beginning of text."""
+        return self.add_special_tokens is not False
 
 
-def completion_params(request: CompletionRequest, defaults: Mapping[str, float], *, room: int) -> SamplingParams:
-    """
-    Args:
-        room: tokens that the context has left for the answer. A request that names no limit gets what is there; one
-            that wants more than that is refused where it is admitted.
+def completion_params(request: CompletionRequest, defaults: Mapping[str, float]) -> SamplingParams:
+    """The parameters, as far as they do not depend on the prompts: see `limit_to_room`.
+
     Raises:
         InvalidRequestError: a value is out of range.
     """
-    max_tokens = request.max_tokens
+    max_tokens, logprobs, prompt_logprobs = request.max_tokens, request.logprobs, request.prompt_logprobs
     if max_tokens is None:
-        max_tokens = max(1, min(DEFAULT_MAX_TOKENS, room))
+        max_tokens = DEFAULT_MAX_TOKENS
     elif is_prompt_only(request):
         max_tokens = 1  # the engine cannot do with less; it is not shown
-    params = sampling_params(request, max_tokens=max_tokens, logprobs=request.logprobs, defaults=defaults)
-    if request.echo and params.logprobs is not None:
-        return msgspec.structs.replace(params, prompt_logprobs=max(params.logprobs, params.prompt_logprobs or 0))
+    if request.echo and logprobs is not None and (prompt_logprobs is None or 0 <= prompt_logprobs < logprobs):
+        prompt_logprobs = logprobs  # one pass over the prompt serves both fields
+    return sampling_params(
+        request, max_tokens=max_tokens, logprobs=logprobs, prompt_logprobs=prompt_logprobs, defaults=defaults
+    )
+
+
+def limit_to_room(request: CompletionRequest, params: SamplingParams, *, room: int) -> SamplingParams:
+    """A request that names no limit gets what the context has left. One that wants more is refused at admission.
+
+    Args:
+        room: tokens that the context has left for the answer.
+
+    Raises:
+        InvalidRequestError: `min_tokens` is above that.
+    """
+    if request.max_tokens is None and room < DEFAULT_MAX_TOKENS:
+        return msgspec.structs.replace(params, max_tokens=max(1, room))
     return params
 
 

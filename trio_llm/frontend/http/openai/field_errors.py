@@ -1,12 +1,11 @@
-"""Errors about fields of a body, in the names that the client used.
+"""What pydantic finds wrong with a body, as one error of ours.
 
-Pure. Used by the request models and by the routes.
+Pure. Used where bodies are parsed.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
+from collections.abc import Collection
 from typing import TYPE_CHECKING, Any, Final
 
 from trio_llm.errors import InvalidRequestError
@@ -15,34 +14,30 @@ from trio_llm.quoting import MAX_QUOTED_CHARS, quote
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
-__all__ = ["invalid_fields_error", "name_as_asked"]
+__all__ = ["invalid_fields_error"]
 
 MAX_PROBLEMS: Final = 10
 
 
-def invalid_fields_error(error: ValidationError) -> InvalidRequestError:
-    """What pydantic found, as one error that lists at most ten problems and names the first field."""
+def invalid_fields_error(error: ValidationError, known: Collection[str]) -> InvalidRequestError:
+    """All problems as one error: its text lists at most ten, `param` names the first field.
+
+    Args:
+        known: the fields that the body may have.
+    """
     problems = error.errors(include_url=False, include_context=False)
-    lines = [_problem(problem) for problem in problems[:MAX_PROBLEMS]]
+    lines = [_problem(problem, known) for problem in problems[:MAX_PROBLEMS]]
     if len(problems) > MAX_PROBLEMS:
         lines.append(f"and {len(problems) - MAX_PROBLEMS} more")
     return InvalidRequestError("; ".join(lines), _path(problems[0]["loc"]) or None)
 
 
-def name_as_asked(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
-    """The error as the client understands it: `names` has what it calls our fields, where that is something else."""
-    if not names:
-        return error
-    text = str(error)
-    for ours, theirs in names.items():
-        text = re.sub(rf"\b{ours}\b", theirs, text)
-    return InvalidRequestError(text, names.get(error.param or "", error.param))
-
-
-def _problem(problem: Any) -> str:
+def _problem(problem: Any, known: Collection[str]) -> str:
     path = _path(problem["loc"])
     if problem["type"] == "missing":
         return f"{path} is missing"
+    if problem["type"] == "extra_forbidden":
+        return f"there is no field {quote(path)} here; there are {', '.join(sorted(known))}"
     return f"{path}: {problem['msg']}, not {quote(problem['input'])}"
 
 

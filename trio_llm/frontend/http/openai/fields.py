@@ -7,7 +7,7 @@ accepted and ignored, as clients expect.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
 
@@ -28,38 +28,50 @@ from trio_llm.sampling import (
 __all__ = [
     "NOT_SUPPORTED",
     "CommonFields",
+    "ModelRequest",
     "Neutral",
-    "RequestId",
+    "RequestBody",
     "StreamOptions",
-    "StrictModel",
     "only",
     "parse_body",
-    "parse_request",
     "sampling_params",
 ]
 
 
-class StrictModel(BaseModel):
-    """Numbers are numbers: no text, no bool in their place. Unknown fields are dropped."""
+class RequestBody(BaseModel):
+    """A JSON object. Numbers are numbers: no text, no bool in their place. Unknown fields are dropped."""
 
     model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
+
+    not_supported: ClassVar[Mapping[str, Neutral]] = {}
+    """Fields that would change the answer and cannot be done, each with the values that change nothing."""
+
+    def check_together(self) -> None:
+        """Raise InvalidRequestError for fields that do not go together."""
 
 
 RequestId = Annotated[str | None, Field(pattern=r"\A[A-Za-z0-9_.:/+=@-]{1,128}\z")]
 """It becomes a header of the answer."""
 
 
-class StreamOptions(StrictModel):
+class StreamOptions(RequestBody):
     """What a stream carries besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class CommonFields(StrictModel):
-    """Fields of every generating request. Ranges are checked by SamplingParams."""
+class ModelRequest(RequestBody):
+    """Fields of every request to the model."""
 
     model: str | None = None
+    timeout: float | None = None
+    request_id: RequestId = None
+
+
+class CommonFields(ModelRequest):
+    """Fields of every generating request. Ranges are checked by SamplingParams."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     temperature: float | None = None
@@ -97,8 +109,12 @@ class CommonFields(StrictModel):
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=MAX_LOGIT_BIAS_TOKENS)] = None
     return_token_ids: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] = None
-    timeout: float | None = None
-    request_id: RequestId = None
+
+    def check_together(self) -> None:
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
 
     @property
     def wants_usage(self) -> bool:
@@ -111,31 +127,23 @@ class CommonFields(StrictModel):
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
 
-Request = TypeVar("Request", bound=CommonFields)
-Body = TypeVar("Body", bound=StrictModel)
+Body = TypeVar("Body", bound=RequestBody)
 
 
-def parse_request(model: type[Request], body: Mapping[str, Any], not_supported: Mapping[str, Neutral]) -> Request:
+def parse_body(model: type[Body], body: Mapping[str, Any]) -> Body:
     """The request in a JSON object.
 
     Raises:
-        InvalidRequestError: a field has the wrong type, or a value that is not supported.
+        InvalidRequestError: a field has the wrong type, a value that is not supported, or does not go with another
+            one; `param` names it.
     """
-    request = parse_body(model, body, not_supported)
-    if request.stream_options is not None and not request.stream:
-        raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
-    if request.prompt_logprobs is not None and request.stream:
-        raise InvalidRequestError("prompt_logprobs cannot be streamed", "prompt_logprobs")
-    return request
-
-
-def parse_body(model: type[Body], body: Mapping[str, Any], not_supported: Mapping[str, Neutral]) -> Body:
-    """As `parse_request`, for a body of any model."""
-    _check_supported(body, not_supported)
+    _check_supported(body, model.not_supported)
     try:
-        return model.model_validate(body)
+        request = model.model_validate(body)
     except ValidationError as error:
-        raise invalid_fields_error(error) from None
+        raise invalid_fields_error(error, model.model_fields) from None
+    request.check_together()
+    return request
 
 
 # ------------------------------------------------------------------------------- fields not supported
@@ -196,7 +204,12 @@ def _check_supported(body: Mapping[str, Any], not_supported: Mapping[str, Neutra
 
 
 def sampling_params(
-    fields: CommonFields, *, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, float]
+    fields: CommonFields,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    prompt_logprobs: int | None,
+    defaults: Mapping[str, float],
 ) -> SamplingParams:
     """The parameters that a request asks for. Fields that are missing or null take their default.
 
@@ -224,7 +237,7 @@ def sampling_params(
         "spaces_between_special_tokens": fields.spaces_between_special_tokens,
         "allowed_token_ids": fields.allowed_token_ids,
         "bad_words": fields.bad_words,
-        "prompt_logprobs": fields.prompt_logprobs,
+        "prompt_logprobs": prompt_logprobs,
         "min_p": fields.min_p,
         "presence_penalty": fields.presence_penalty,
         "frequency_penalty": fields.frequency_penalty,

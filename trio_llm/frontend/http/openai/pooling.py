@@ -6,12 +6,12 @@ Pure. Used by their routes. The first is OpenAI's, the others are in the form of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.fields import Neutral, RequestId, StrictModel, only, parse_body
+from trio_llm.frontend.http.openai.fields import ModelRequest, Neutral, only
 from trio_llm.frontend.http.openai.prompts import prompt_schema
 from trio_llm.pooling import PoolingParams
 
@@ -24,7 +24,6 @@ __all__ = [
     "VectorFields",
     "embedding_params",
     "pair_up",
-    "parse_vector_request",
     "pooling_params",
     "score_params",
 ]
@@ -48,14 +47,18 @@ POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
 EncodingFormat = Literal["float", "base64"]
 
 
-class VectorFields(StrictModel):
-    """What all of these requests have."""
+class VectorFields(ModelRequest):
+    """Fields of all requests for vectors."""
 
-    model: str | None = None
+    not_supported: ClassVar[Mapping[str, Neutral]] = POOLING_NOT_SUPPORTED
+
     pooling: str | None = None
     add_special_tokens: bool | None = None
-    timeout: float | None = None
-    request_id: RequestId = None
+
+    @property
+    def adds_special_tokens(self) -> bool:
+        """The tokenizer adds its own, such as the beginning of text."""
+        return self.add_special_tokens is not False
 
 
 class EmbeddingRequest(VectorFields):
@@ -85,18 +88,6 @@ class ScoreRequest(VectorFields):
 
     text_1: Annotated[Any, WithJsonSchema(_TEXTS)]
     text_2: Annotated[Any, WithJsonSchema(_TEXTS)]
-
-
-Request = TypeVar("Request", bound=VectorFields)
-
-
-def parse_vector_request(model: type[Request], body: Mapping[str, Any]) -> Request:
-    """The request in a JSON object.
-
-    Raises:
-        InvalidRequestError: a field has the wrong type, or a value that is not supported.
-    """
-    return parse_body(model, body, POOLING_NOT_SUPPORTED)
 
 
 def embedding_params(request: EmbeddingRequest) -> PoolingParams:

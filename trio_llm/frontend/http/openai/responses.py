@@ -12,12 +12,12 @@ from typing import Any
 
 import msgspec
 
-from trio_llm.frontend.http.assembly import (
+from trio_llm.frontend.http.answers.assembly import (
     Choice,
     ChoiceFinished,
     ChoiceStarted,
     Event,
-    PromptShown,
+    PromptEchoed,
     TextDelta,
     Usage,
 )
@@ -102,7 +102,7 @@ class ChatChunks(_Chunks):
                 b'{"index":%d,"delta":{"role":"assistant","content":""},"logprobs":null,"finish_reason":null}'
                 % event.index
             )
-        if isinstance(event, PromptShown):
+        if isinstance(event, PromptEchoed):
             return b""  # its ids, which are all that can be asked for, stand in the first chunk
         return _encode(
             {
@@ -128,7 +128,7 @@ class CompletionChunks(_Chunks):
     def _choice(self, event: Event) -> bytes:
         if isinstance(event, ChoiceStarted):
             return b""  # completions have no such chunk
-        if isinstance(event, PromptShown):
+        if isinstance(event, PromptEchoed):
             return self._prompt(event)
         return _encode(
             {
@@ -141,7 +141,7 @@ class CompletionChunks(_Chunks):
             }
         )
 
-    def _prompt(self, event: PromptShown) -> bytes:
+    def _prompt(self, event: PromptEchoed) -> bytes:
         if not event.text and event.token_ids is None:
             return b""
         logprobs = None

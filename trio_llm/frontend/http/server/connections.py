@@ -1,18 +1,19 @@
-"""Connections: HTTP over accepted sockets, by Hypercorn's protocol and not its server.
+"""Connections: HTTP/1.1 over accepted sockets, by Hypercorn's protocol and not by its server.
 
-Used by the host, in place of Hypercorn's `serve` and `TCPServer`. What those do, and what this does instead:
+Used by `serve`, in place of Hypercorn's `serve` and `TCPServer`. What those do, and what this does instead:
 
 - An error inside one connection ends the server. Here it ends that connection.
-- The reader of a connection waits for its app, and the descriptor of one that its client has closed is held until an
-  idle timer ends. Here the reader goes on reading whatever happens; when it ends, the descriptor is closed at once.
-- Closing amid a request makes the kernel throw away the answer that tells why. Here what the client still sends is
-  read and dropped for a while, after the answer, so that it can read that.
-- Sends cannot be cancelled, so that a client that reads nothing would hold up the end for as long as the kernel waits
-  for it. That stays, and all connections can be closed by force.
+- The reader of a connection waits for its app, and the descriptor of a connection that the client has closed is held
+  until an idle timer ends. Here the reader goes on reading while the app runs, and the descriptor is closed as soon as
+  the reader has seen the end.
+- Closing amid a request makes the kernel discard the answer that says why. Here the server goes on reading, and drops
+  what it reads, for a while after such an answer.
+- Sending takes a lock and a shield, two schedule points for each piece of a stream, and cannot be cancelled. Here a
+  piece that the kernel takes at once has no schedule point, and a send that has to wait can be cancelled.
 
-The end of what a client sends means that it has gone: its request is cancelled, and nobody gets the answer. A client
-that only shuts down its sending side, and means to go on reading (`nc -N`), cannot be told from one that has left,
-and running on for those costs more than serving the rare other.
+The end of a client's input counts as the client's departure: its request is cancelled. A client that shuts down only
+its sending side and means to go on reading (`nc -N`) cannot be told from one that has left. Working on for departed
+clients would cost more than serving those few.
 """
 
 from __future__ import annotations
@@ -22,61 +23,64 @@ import math
 import os
 import resource
 import socket
-import sys
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
+from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM, ETIMEDOUT
+from typing import Final
 
 import trio
-from hypercorn.app_wrappers import ASGIWrapper
-from hypercorn.config import Config
 from hypercorn.events import Closed, RawData, Updated
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.utils import parse_socket_addr
 
 from trio_llm.config import ServerConfig
-from trio_llm.frontend.http.server.http1 import MAX_HEAD_BYTES, Http1Protocol
-from trio_llm.frontend.http.server.shell import ASGIApp
+from trio_llm.frontend.http.server.http1 import Http1Config, Http1Protocol
+from trio_llm.frontend.http.server.listeners import SEND_STALL_S
+from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send
 
 __all__ = ["Connections"]
 
 _logger = logging.getLogger(__name__)
 
-KEEP_ALIVE_S = 75.0
-"""An idle connection is kept for so long: longer than load balancers keep theirs."""
-LINGER_S = 5.0
-"""For how long what a client sends after its answer is read and dropped."""
-LINGER_BYTES = 64 * 1024 * 1024
-"""How much of it."""
-RESERVED_DESCRIPTORS = 64
+KEEP_ALIVE_S: Final = 75.0
+"""How long an idle connection is kept: longer than load balancers keep theirs."""
+LINGER_S: Final = 5.0
+"""How long the server reads and drops what a client sends after its answer."""
+LINGER_BYTES: Final = 64 * 1024 * 1024
+"""How much of it the server reads."""
+BYTES_PER_TURN: Final = 64 * 1024
+"""A connection that has written more than this lets other tasks run, even if the kernel has taken all of it."""
+RESERVED_DESCRIPTORS: Final = 64
 """Left for the engine's sockets, files and pipes, whatever the limit of connections is."""
-ACCEPT_RETRY_S = 0.1
-LOG_INTERVAL_S = 10.0
-"""A server that has too many connections says so once in this time."""
+ACCEPT_RETRY_S: Final = 0.1
+LOG_INTERVAL_S: Final = 10.0
+"""Each warning about connections is logged at most once in this time."""
 
-_RECEIVE_BYTES = 64 * 1024
-_NO_ROOM = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+_RECEIVE_BYTES: Final = 64 * 1024
+_NO_ROOM: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+
+_HypercornApp = Callable[[Scope, Receive, Send, object, object], Awaitable[None]]
 
 
 class Connections:
     """All connections of one server."""
 
     def __init__(self, app: ASGIApp, config: ServerConfig) -> None:
-        self._app = ASGIWrapper(app)
-        self._max_body_bytes = config.max_body_bytes
+        self._app = _adapt(app)
         self._limit = _connection_limit(config.max_connections)
-        self._config = _hypercorn_config()
+        self._config = Http1Config(max_body_bytes=config.max_body_bytes)
         self._context = WorkerContext(None)
         self._open: dict[trio.SocketStream, _Connection] = {}
         self._none_open = trio.Event()
         self._none_open.set()
-        self._log_again_at = -math.inf
+        self._log_again_at: dict[str, float] = {}
 
     async def accept(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
         """Accept until cancelled, and serve in `nursery`. Connections over the limit are closed at once.
 
-        Cancellation: of this, the listener is closed and connections go on; of `nursery`, connections are closed and
-        their requests cancelled, as soon as no send is under way.
+        Cancellation: of this task, closes the listener, and connections go on; of `nursery`, closes the connections
+        and cancels their requests.
         """
         async with listener:
             while True:
@@ -85,17 +89,17 @@ class Connections:
                 except OSError as error:
                     if error.errno not in _NO_ROOM:
                         raise
-                    self._log_rarely("no connection can be accepted now (%s)", os.strerror(error.errno))
+                    self._warn_rarely("no connection can be accepted now (%s)", os.strerror(error.errno))
                     await trio.sleep(ACCEPT_RETRY_S)
                     continue
                 if len(self._open) < self._limit:
                     nursery.start_soon(self._serve, self._add(stream))
                 else:
                     stream.socket.close()
-                    self._log_rarely("%d connections are open; no more are taken", self._limit)
+                    self._warn_rarely("%d connections are open; no more are taken", self._limit)
 
     async def close_idle(self) -> None:
-        """Close connections without a request now, and the others after their answer."""
+        """Close connections that have no request now, and the others after their answer."""
         await self._context.terminated.set()
         for connection in self._open.values():
             connection.close_if_idle()
@@ -113,7 +117,7 @@ class Connections:
     def _add(self, stream: trio.SocketStream) -> _Connection:
         if not self._open:
             self._none_open = trio.Event()
-        connection = _Connection(stream, self._app, self._config, self._context, max_body_bytes=self._max_body_bytes)
+        connection = _Connection(stream, self._app, self._config, self._context)
         self._open[stream] = connection
         return connection
 
@@ -127,10 +131,17 @@ class Connections:
             del self._open[connection.stream]
             if not self._open:
                 self._none_open.set()
+            if connection.stalled_client is not None:
+                self._warn_rarely(
+                    "the client at %s has read nothing for %g s; its connection is closed and its request ended",
+                    connection.stalled_client,
+                    SEND_STALL_S,
+                )
 
-    def _log_rarely(self, message: str, *values: object) -> None:
-        if trio.current_time() >= self._log_again_at:
-            self._log_again_at = trio.current_time() + LOG_INTERVAL_S
+    def _warn_rarely(self, message: str, *values: object) -> None:
+        now_s = trio.current_time()
+        if now_s >= self._log_again_at.get(message, -math.inf):
+            self._log_again_at[message] = now_s + LOG_INTERVAL_S
             _logger.warning(message, *values)
 
 
@@ -140,19 +151,19 @@ class _Connection:
     def __init__(
         self,
         stream: trio.SocketStream,
-        app: ASGIWrapper,
-        config: Config,
+        app: _HypercornApp,
+        config: Http1Config,
         context: WorkerContext,
-        *,
-        max_body_bytes: int,
     ) -> None:
         self.stream = stream
+        self.stalled_client: str | None = None
+        """Address of the client, once the kernel has given up sending to it."""
         self._app = app
         self._config = config
         self._context = context
-        self._max_body_bytes = max_body_bytes
         self._protocol: Http1Protocol
-        self._send_lock = trio.Lock()
+        self._writing = trio.Lock()  # held only while a write waits for the kernel
+        self._num_bytes_this_turn = 0
         self._receiving = trio.CancelScope()  # around the reader's wait; a new one each time
         self._read_until = trio.current_time() + KEEP_ALIVE_S  # infinite while there is a request
         self._has_next = False  # the reader is to go on with a pipelined request
@@ -172,17 +183,20 @@ class _Connection:
                 self._context,
                 tasks=tasks,
                 addresses=(addresses[0], addresses[1]),
-                send=self._send,
-                max_body_bytes=self._max_body_bytes,
+                send=self._carry_out,
+                write=self._write,
             )
             await self._read()
             inner.close()
             await self._protocol.handle(Closed())
+        del self._protocol  # it refers to this connection, and h11 to what it has read
 
     def close_if_idle(self) -> None:
-        """Close now, unless there is a request."""
+        """Close the connection, unless it has a request or one has just arrived."""
         if self._read_until < math.inf:
             self._set_read_until(-math.inf)
+
+    # -------------------------------------------------------------------------------------- reading
 
     async def _read(self) -> None:
         """Feed the protocol until there is nothing more to read."""
@@ -192,28 +206,29 @@ class _Connection:
                 self._has_next = False
                 await self._protocol.resume()
                 continue
-            data = b""
-            with trio.CancelScope(deadline=self._read_until) as self._receiving:
-                try:
-                    data = await self.stream.receive_some(_RECEIVE_BYTES)
-                except (trio.BrokenResourceError, trio.ClosedResourceError):
-                    return
+            data = await self._receive()
             if self._is_lingering:
                 num_dropped += len(data)
             elif data:
-                await self._protocol.handle(RawData(data=bytes(data)))
+                await self._protocol.handle(RawData(data=data))
             if not data and not self._has_next:
                 return
 
-    async def _send(self, event: object) -> None:
-        """What the protocol wants done. From the reader and from the task of a request."""
+    async def _receive(self) -> bytes:
+        """Bytes that have arrived; none if the client has closed, the time is over, or a pipelined request is here."""
+        try:
+            with trio.CancelScope(deadline=self._read_until) as self._receiving:
+                return bytes(await self.stream.receive_some(_RECEIVE_BYTES))
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self._note_stall(error)
+        return b""
+
+    # -------------------------------------------------------------------------------------- writing
+
+    async def _carry_out(self, event: object) -> None:
+        """Do what the protocol asks for. Called by the reader and by the tasks of requests."""
         if isinstance(event, RawData):
-            try:
-                async with self._send_lock:
-                    with trio.CancelScope(shield=True):  # half a piece must not be all that is sent
-                        await self.stream.send_all(event.data)
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                await self._protocol.handle(Closed())
+            await self._write(event.data)
         elif isinstance(event, Updated):
             self._set_read_until(trio.current_time() + KEEP_ALIVE_S if event.idle else math.inf)
             if event.idle and self._protocol.has_next:
@@ -222,6 +237,55 @@ class _Connection:
         elif isinstance(event, Closed):
             await self._protocol.handle(Closed())
             self._close()
+
+    async def _write(self, data: bytes) -> None:
+        """Write all of `data`, behind what other tasks are writing. A closed connection takes anything.
+
+        There is a schedule point only where the kernel takes less than everything, and one for each BYTES_PER_TURN:
+        a task that streams has waited for what it sends, which is its schedule point.
+
+        Cancellation: closes the connection. For the protocol all of `data` is sent, and some of it is missing.
+        """
+        try:
+            await trio.lowlevel.checkpoint_if_cancelled()
+            if self._writing.locked():
+                await self._writing.acquire()
+                await self._send_holding_lock(data)
+            elif rest := data[self._write_nowait(data) :]:
+                self._writing.acquire_nowait()
+                await self._send_holding_lock(rest)
+            elif self._num_bytes_this_turn > BYTES_PER_TURN:
+                self._num_bytes_this_turn = 0
+                await trio.lowlevel.cancel_shielded_checkpoint()
+        except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
+            self._note_stall(error)
+            await self._protocol.handle(Closed())
+        except trio.Cancelled:
+            self.stream.socket.close()
+            raise
+
+    def _write_nowait(self, data: bytes) -> int:
+        """Write what the kernel takes now. Returns how many bytes that was."""
+        self._num_bytes_this_turn += len(data)
+        try:
+            return os.write(self.stream.socket.fileno(), data) if data else 0
+        except BlockingIOError:
+            return 0
+
+    async def _send_holding_lock(self, data: bytes) -> None:
+        try:
+            await self.stream.send_all(data)
+        finally:
+            self._writing.release()
+
+    def _note_stall(self, error: Exception) -> None:
+        """Remember whom the kernel has cut off: the listener's TCP_USER_TIMEOUT was over."""
+        cause = error if isinstance(error, OSError) else error.__cause__
+        if isinstance(cause, OSError) and cause.errno == ETIMEDOUT:
+            host, port = self._protocol.client
+            self.stalled_client = f"{host}:{port}"
+
+    # -------------------------------------------------------------------------------------- closing
 
     def _close(self) -> None:
         if not self._protocol.is_client_sending:
@@ -237,21 +301,18 @@ class _Connection:
         self._read_until = self._receiving.deadline = deadline
 
 
+def _adapt(app: ASGIApp) -> _HypercornApp:
+    """`app` as Hypercorn calls it. Not a coroutine function: it would be one more frame to resume for each token."""
+
+    def adapted(scope: Scope, receive: Receive, send: Send, sync_spawn: object, call_soon: object) -> Awaitable[None]:
+        return app(scope, receive, send)
+
+    return adapted
+
+
 def _connection_limit(wanted: int) -> int:
     """As many as wanted, if this process may have so many descriptors."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return wanted
     return max(1, min(wanted, descriptors - RESERVED_DESCRIPTORS))
-
-
-def _hypercorn_config() -> Config:
-    config = Config()
-    config.accesslog = None
-    config.errorlog = logging.getLogger("trio_llm.hypercorn")
-    config.loglevel = "WARNING"
-    config.include_server_header = False
-    config.include_date_header = False
-    config.keep_alive_max_requests = sys.maxsize
-    config.h11_max_incomplete_size = MAX_HEAD_BYTES
-    return config

@@ -1,4 +1,7 @@
-"""Listeners: sockets that listen before anything else starts, and what accepted connections inherit from them."""
+"""Listeners: sockets that listen before anything else starts, with the options that accepted connections inherit.
+
+Used by `serve` and by the command line.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +17,23 @@ from trio_llm.errors import ConfigError
 __all__ = ["Listeners", "open_listeners"]
 
 BACKLOG: Final = 2048
-SEND_STALL_S: Final = 30
-"""A client that takes no bytes for so long is cut off, by the kernel: Hypercorn's sends cannot be cancelled."""
+SEND_STALL_S: Final = 30.0
+"""The kernel closes the connection of a client that takes no bytes for this long (TCP_USER_TIMEOUT)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Sockets that listen already, so that a taken port is found before anything else starts."""
+    """Sockets that listen already, so that a port in use is found before anything else starts."""
 
     sockets: tuple[socket.socket, ...]
 
     @property
     def urls(self) -> list[str]:
-        """Where they listen."""
+        """Addresses of the sockets, as URLs."""
         return [_url(one) for one in self.sockets]
 
     def close(self) -> None:
-        """Stop listening. Not needed once `serve` has taken them."""
+        """Stop listening. Not needed once `serve` has taken the sockets."""
         for one in self.sockets:
             one.close()
 
@@ -44,10 +47,10 @@ class Listeners:
 
 
 def open_listeners(config: ServerConfig) -> Listeners:
-    """Listen on `config.host` and `config.port`. Clients can connect from now on, and wait for `serve`.
+    """Listen on `config.host` and `config.port`. Clients can connect from now on; `serve` answers them.
 
     Raises:
-        ConfigError: the port is taken or not allowed, or the host is not one of this machine.
+        ConfigError: the port is in use or not allowed, or the host is no address of this machine.
     """
     try:
         found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -66,11 +69,11 @@ def open_listeners(config: ServerConfig) -> Listeners:
 
 
 def _set_options(listener: socket.socket) -> None:
-    """What accepted connections inherit."""
+    """Set the options that accepted connections inherit."""
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, SEND_STALL_S * 1000)
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SEND_STALL_S * 1000))
     listener.setblocking(False)
 
 

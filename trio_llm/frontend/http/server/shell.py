@@ -1,13 +1,15 @@
 """Shell: one ASGI layer around every route, streaming or not.
 
-Reads the body under a cap, runs the inner app beside a task that waits for the client to leave, cancels the app
-when it does, and turns what the app raises into a reply. The inner app gets the whole body in one message.
+Reads the body under a cap, runs the inner app beside a task that waits for the client to leave, cancels the app when
+the client does, and turns what the app raises into a reply. The inner app gets the whole body in one message.
 
-What Hypercorn asks of an app, and why it stands here once for all routes: a body that nobody reads blocks the
-reader of its connection for ever; sending never fails after a disconnect; and the last body message puts a
-disconnect into the app's queue before the connection is recycled, so that it must leave from outside the scope
-that a disconnect cancels, or the connection leaks. A refused body is answered before it is read: the connection,
-which closes, sees to it that the client can read that.
+What Hypercorn asks of an app, met here once for all routes: a body that is not read blocks the reader of its connection
+for ever; sending does not fail after a disconnect; and the last body message puts a disconnect into the app's queue
+before the connection is recycled, so it must be sent outside the scope that a disconnect cancels, or the connection
+leaks. A refused body is answered before it is read: the connection, which closes, lets the client read the answer.
+
+What a request holds is freed with its last reference: the shell leaves nothing for the cyclic garbage collector, which
+may come minutes later. `tests/frontend/http/server/test_memory.py` holds it to that.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ import trio
 
 from trio_llm.config import ServerConfig
 from trio_llm.errors import BodyTooLargeError, TrioLLMError
-from trio_llm.frontend.http.server.errors import BodyTimeoutError, HttpVersionError, only_error, reply_for
+from trio_llm.frontend.http.server.errors import BodyTimeoutError, ErrorReply, HttpVersionError, only_error, reply_for
 from trio_llm.frontend.http.server.sse import DONE_EVENT, error_event
 
-__all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "cause_of", "client_request_id", "content_length"]
+__all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "client_request_id", "content_length", "reply_to"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -44,8 +46,8 @@ class Shell:
 
     Args:
         app: gets scopes of type `http` only, with `state` holding `request_id` and `client_request_id` (the
-            `X-Request-Id` header, or None), and `receive` giving the body in one message.
-        is_draining: asked once per response; while true, connections close after their answer.
+            `X-Request-Id` header, or None); its `receive` gives the body in one message.
+        is_draining: called once per response; while it is true, connections close after their answer.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, *, is_draining: Callable[[], bool]) -> None:
@@ -64,20 +66,19 @@ class Shell:
         while self._num_requests:
             await self._idle.wait()
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
         """Serve one scope.
 
         Cancellation: the inner app is cancelled and nothing more is sent.
         """
+        # Not a coroutine function, here and in the app: each would be one more frame to resume for every token.
+        if scope["type"] == "http":
+            return self._serve_http(scope, receive, send)
         if scope["type"] == "lifespan":
-            await _serve_lifespan(receive, send)
-        elif scope["type"] == "http":
-            await self._serve_counted(scope, receive, send)
-        else:
-            await receive()  # websocket.connect; closing before accepting is a refusal
-            await send({"type": "websocket.close", "code": 1000})
+            return _serve_lifespan(receive, send)
+        return _refuse_websocket(receive, send)
 
-    async def _serve_counted(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _serve_http(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._num_requests == 0:
             self._idle = trio.Event()
         self._num_requests += 1
@@ -110,6 +111,7 @@ class _Exchange:
         self._body_left = False  # some of the request's body was not read
 
     async def run(self, app: ASGIApp, config: ServerConfig) -> None:
+        """Serve the request, to the last message of its answer."""
         try:
             self._body = await self._read_body(config)
             if not self._is_http_1:
@@ -118,8 +120,12 @@ class _Exchange:
                 await self._run_app(app)
         except (Exception, BaseExceptionGroup) as error:
             self._answer_error(error)
-        if not self._has_gone.is_set():
-            await self._finish()
+        try:
+            if not self._has_gone.is_set():
+                await self._finish()
+        finally:
+            # The task that waited for the client was ended by an exception, which may hold this object for a while.
+            self._body = self._response = self._error_start = self._final = None
 
     @property
     def _is_http_1(self) -> bool:
@@ -181,10 +187,14 @@ class _Exchange:
             # message that waits, and cancels.
             for _ in range(3):
                 await trio.lowlevel.checkpoint()
-            await app(self._scope, self._receive_for_app, self._send_for_app)
+            try:
+                await app(self._scope, self._receive_for_app, self._send_for_app)
+                if self._final is None and not self._has_gone.is_set():
+                    raise RuntimeError("the app returned without finishing its response")
+            except (Exception, BaseExceptionGroup) as error:
+                # Inside the nursery, which would tie the error, and with it the frames of the app, into a ring.
+                self._answer_error(error)
             nursery.cancel_scope.cancel(reason="the app has answered")
-        if self._final is None and not self._has_gone.is_set():
-            raise RuntimeError("the app returned without finishing its response")
 
     async def _send_for_app(self, message: Message) -> None:
         if message["type"] == "http.response.start":
@@ -209,11 +219,8 @@ class _Exchange:
     # -------------------------------------------------------------------------------------- ending
 
     def _answer_error(self, error: BaseException) -> None:
-        """Choose the ending that is still possible for what was raised; a cancellation is passed on."""
-        cause = cause_of(error)
-        reply = reply_for(cause)
-        if not isinstance(cause, TrioLLMError):
-            _logger.error("request %s failed", self._request_id, exc_info=cause)
+        """Choose the ending that is still possible for what was raised; raise what includes a cancellation."""
+        reply = reply_to(error, self._request_id)
         if self._response is None:
             headers = [
                 (b"content-type", b"application/json"),
@@ -250,20 +257,23 @@ class _Exchange:
             pass
 
 
-def cause_of(error: BaseException) -> Exception:
-    """The exception to answer with.
+def reply_to(error: BaseException, request_id: str) -> ErrorReply:
+    """The reply to what a request has raised. Logs errors that are not ours, and drops tracebacks.
 
     Raises:
-        BaseException: `error` itself, if it is or holds more than an error: somebody outside cancels this task, or
-            the interpreter is to end, and nothing may be answered.
+        BaseException: `error` itself, if it is or holds more than an error: this task is cancelled from outside, or
+            the interpreter is to end. Nothing may be answered then.
     """
-    if isinstance(error, BaseExceptionGroup):
-        if not isinstance(error, ExceptionGroup):
-            raise error
-        error = only_error(error)
-    if not isinstance(error, Exception):
+    if isinstance(error, BaseExceptionGroup) and not isinstance(error, ExceptionGroup):
         raise error
-    return error
+    cause = only_error(error)
+    if not isinstance(cause, Exception):
+        raise error
+    if not isinstance(cause, TrioLLMError):
+        _logger.error("request %s failed", request_id, exc_info=cause)
+    # A frame in the traceback may hold the error, and holds what its function had: the body, and all read from it.
+    cause.__traceback__ = error.__traceback__ = None
+    return reply_for(cause)
 
 
 def _is_event_stream(response: Message) -> bool:
@@ -291,8 +301,13 @@ def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     return None
 
 
+async def _refuse_websocket(receive: Receive, send: Send) -> None:
+    await receive()  # websocket.connect; closing before accepting is a refusal
+    await send({"type": "websocket.close", "code": 1000})
+
+
 async def _serve_lifespan(receive: Receive, send: Send) -> None:
-    """Acknowledge; what lives longer than requests is owned elsewhere, by a block."""
+    """Acknowledge each message. What lives longer than a request is owned by the block around the server."""
     while True:
         message = await receive()
         await send({"type": f"{message['type']}.complete"})

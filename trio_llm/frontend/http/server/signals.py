@@ -16,12 +16,12 @@ _logger = logging.getLogger(__name__)
 
 
 async def stop_on_signals(stop: trio.Event) -> None:
-    """Set `stop` at SIGTERM, SIGINT or SIGHUP. At a second one, end the process at once, with the exit code 1.
+    """Set `stop` at the first SIGTERM, SIGINT or SIGHUP. At a second one, end the process at once, with exit code 1.
 
-    SIGHUP tells that the terminal is closed. It may come twice then, so a second one ends nothing; and where it is
-    ignored already, it stays so: that is what `nohup` is for.
+    A closed terminal may send SIGHUP twice, so a second SIGHUP ends nothing. Where SIGHUP is ignored already, as under
+    `nohup`, it stays ignored.
 
-    Runs until cancelled; then signals do again what they did before.
+    Runs until cancelled; then the signals do what they did before.
     """
     numbers = [signal.SIGTERM, signal.SIGINT]
     if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
@@ -38,16 +38,16 @@ async def stop_on_signals(stop: trio.Event) -> None:
 
 
 def _say(text: str) -> None:
-    """Tell whoever reads the standard error, if anybody does: it may be closed, or its terminal gone."""
+    """Print to standard error, which may be closed, or its terminal gone."""
     if sys.stderr is not None:
         with suppress(OSError, ValueError):
             print(text, file=sys.stderr, flush=True)
 
 
 def hard_exit_after(seconds: float) -> None:
-    """Let the kernel end this process after `seconds`, whatever it hangs in. 0 takes that back.
+    """Let the kernel end this process after `seconds`, even if it hangs. 0 cancels that.
 
-    SIGALRM with its default action needs no thread and no interpreter: it works when Python code cannot run.
+    SIGALRM with its default action needs no thread and no interpreter, so it works when Python code cannot run.
     """
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_REAL, seconds)

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trio_llm.errors import EngineGenerateError
-from trio_llm.frontend.http.assembly import (
+from trio_llm.frontend.http.answers.assembly import (
     Assembler,
     Choice,
     ChoiceFinished,

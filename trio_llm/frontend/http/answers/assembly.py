@@ -2,7 +2,7 @@
 
 Pure. Used by every route, streaming or not; protocols only render what comes out.
 
-The events of a choice are: one `ChoiceStarted`, one `PromptShown` if the answer repeats its prompt, any number of
+The events of a choice are: one `ChoiceStarted`, one `PromptEchoed` if the answer repeats its prompt, any number of
 `TextDelta`, one `ChoiceFinished`. All choices start before anything else happens. How the outputs were cut into pieces
 does not change the whole.
 """
@@ -17,15 +17,15 @@ from trio_llm.errors import EngineGenerateError
 from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
 
 __all__ = [
-    "PLAIN_VIEW",
-    "AnswerView",
+    "TEXT_ONLY",
+    "AnswerContents",
     "Assembler",
     "Choice",
     "ChoiceFinished",
     "ChoiceStarted",
     "Event",
-    "PromptShown",
-    "PromptView",
+    "PromptEcho",
+    "PromptEchoed",
     "TextDelta",
     "Usage",
     "whole_choices",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptView:
+class PromptEcho:
     """A prompt that is repeated in its answer."""
 
     token_ids: list[int]
@@ -44,10 +44,10 @@ class PromptView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AnswerView:
+class AnswerContents:
     """What an answer shows besides new text and its log-probabilities, and what it leaves out."""
 
-    prompts: Sequence[PromptView] = ()
+    prompts: Sequence[PromptEcho] = ()
     """All of them are repeated, or none."""
     with_token_ids: bool = False
     echo_logprobs: int | None = None
@@ -58,7 +58,7 @@ class AnswerView:
     """Nothing is shown of what was generated, which cannot be less than one token."""
 
 
-PLAIN_VIEW: Final = AnswerView()
+TEXT_ONLY: Final = AnswerContents()
 """Text and its log-probabilities alone."""
 
 
@@ -70,7 +70,7 @@ class ChoiceStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptShown:
+class PromptEchoed:
     """What a choice repeats of its prompt."""
 
     index: int
@@ -111,7 +111,7 @@ class ChoiceFinished:
     token_ids: list[int] | None = None
 
 
-Event = ChoiceStarted | PromptShown | TextDelta | ChoiceFinished
+Event = ChoiceStarted | PromptEchoed | TextDelta | ChoiceFinished
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +133,7 @@ class Choice:
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None = None
-    prompt: PromptShown | None = None
+    prompt: PromptEchoed | None = None
 
 
 class Assembler:
@@ -148,10 +148,10 @@ class Assembler:
         num_prompts: int = 1,
         *,
         choices_per_prompt: int = 1,
-        view: AnswerView = PLAIN_VIEW,
+        contents: AnswerContents = TEXT_ONLY,
     ) -> None:
-        assert len(view.prompts) in (0, num_prompts)
-        self._view = view
+        assert len(contents.prompts) in (0, num_prompts)
+        self._contents = contents
         self._choices_per_prompt = choices_per_prompt
         self._num_choices = num_prompts * choices_per_prompt
         self._has_started = False
@@ -197,10 +197,10 @@ class Assembler:
             choice = first_choice + completion.index
             if choice in self._finished:
                 raise EngineGenerateError(f"request {output.request_id}: an output came after the last one")
-            if self._view.prompts and choice not in self._has_shown_prompt:
+            if self._contents.prompts and choice not in self._has_shown_prompt:
                 self._has_shown_prompt.add(choice)
                 events.append(self._show_prompt(index, choice))
-            if self._view.is_prompt_only:
+            if self._contents.is_prompt_only:
                 completion = _without_answer(completion)
             self._num_output_tokens += len(completion.token_ids)
             event = self._event(choice, completion)
@@ -208,15 +208,15 @@ class Assembler:
                 events.append(event)
         return events
 
-    def _show_prompt(self, index: int, choice: int) -> PromptShown:
-        view, prompt, logprobs = self._view, self._view.prompts[index], self._prompt_logprobs.get(index)
-        return PromptShown(
+    def _show_prompt(self, index: int, choice: int) -> PromptEchoed:
+        contents, prompt, logprobs = self._contents, self._contents.prompts[index], self._prompt_logprobs.get(index)
+        return PromptEchoed(
             choice,
             prompt.text,
             prompt.first_token,
-            _cut(logprobs, view.echo_logprobs),
-            _cut(logprobs, view.prompt_logprobs),
-            prompt.token_ids if view.with_token_ids else None,
+            _cut(logprobs, contents.echo_logprobs),
+            _cut(logprobs, contents.prompt_logprobs),
+            prompt.token_ids if contents.with_token_ids else None,
         )
 
     def check_finished(self) -> None:
@@ -230,7 +230,7 @@ class Assembler:
         if index in self._held_logprobs:
             logprobs = self._held_logprobs.pop(index) + (logprobs or [])
         token_ids = None
-        if self._view.with_token_ids:
+        if self._contents.with_token_ids:
             token_ids = self._held_token_ids.pop(index, []) + completion.token_ids
         if completion.finish_reason is not None:
             self._finished.add(index)
@@ -266,7 +266,7 @@ class _Parts:
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] | None = None
     token_ids: list[int] | None = None
-    prompt: PromptShown | None = None
+    prompt: PromptEchoed | None = None
 
 
 def whole_choices(events: Iterable[Event]) -> list[Choice]:
@@ -277,7 +277,7 @@ def whole_choices(events: Iterable[Event]) -> list[Choice]:
         if isinstance(event, ChoiceStarted):
             continue
         part = parts.setdefault(event.index, _Parts())
-        if isinstance(event, PromptShown):
+        if isinstance(event, PromptEchoed):
             part.prompt = event
             part.text.append(event.text)
             continue

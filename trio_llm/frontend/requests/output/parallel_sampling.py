@@ -72,16 +72,17 @@ class Family:
         "_choices",
         "_has_first_token",
         "_kind",
-        "_unfinished",
         "child_ids",
         "num_cached_tokens",
         "prompt_logprobs",
+        "unfinished",
     )
 
     def __init__(self, child_ids: list[str], kind: RequestOutputKind) -> None:
         self.child_ids = child_ids
         self._kind = kind
-        self._unfinished = set(range(len(child_ids)))
+        self.unfinished = set(range(len(child_ids)))
+        """Indices of the choices whose last output has not come."""
         self._choices: list[CompletionOutput] = []
         self._has_first_token = False
         self.num_cached_tokens = 0
@@ -96,11 +97,11 @@ class Family:
         Only the last one of the last child is `finished`.
         """
         (choice,) = output.outputs
-        self._unfinished.remove(choice.index)
-        output.finished = not self._unfinished
+        self.unfinished.remove(choice.index)
+        output.finished = not self.unfinished
         if self._kind is RequestOutputKind.FINAL_ONLY:
             self._choices.append(choice)
-            if self._unfinished:
+            if self.unfinished:
                 return None
             output.outputs = sorted(self._choices, key=lambda choice: choice.index)
             output.prompt_logprobs = self.prompt_logprobs

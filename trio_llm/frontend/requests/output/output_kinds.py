@@ -1,32 +1,32 @@
-"""What a reader gets for what is new of a request, by the output kind that it asked for.
+"""make_output: what a reader gets for a delta, by the output kind that it asked for.
 
 Pure. Used by the output processor.
 """
 
 from __future__ import annotations
 
-from trio_llm.frontend.requests.state import RequestState
+from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.outputs import CompletionOutput, RequestOutput
 from trio_llm.sampling import RequestOutputKind
 
 __all__ = ["make_output"]
 
 
-def make_output(state: RequestState, news: CompletionOutput) -> RequestOutput | None:
+def make_output(state: RequestState, delta: CompletionOutput) -> RequestOutput | None:
     """What the reader gets, by its output kind. None: nothing yet."""
-    is_last = news.finish_reason is not None
+    is_last = delta.finish_reason is not None
     if state.kind is not RequestOutputKind.DELTA:
-        news = _accumulate(state, news)
+        delta = _accumulate(state, delta)
         if state.kind is RequestOutputKind.FINAL_ONLY and not is_last:
             return None
-    elif not news.token_ids and not news.text and not is_last:
+    elif not delta.token_ids and not delta.text and not is_last:
         return None
     num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
     output = RequestOutput(
         state.external_id,
         state.num_prompt_tokens,
         num_cached_tokens,
-        [news],
+        [delta],
         is_last,
         None,
         state.weight_version,
@@ -50,13 +50,13 @@ def _add_prompt_logprobs(state: RequestState, output: RequestOutput) -> None:
         state.family.prompt_logprobs = state.prompt_logprobs
 
 
-def _accumulate(state: RequestState, news: CompletionOutput) -> CompletionOutput:
+def _accumulate(state: RequestState, delta: CompletionOutput) -> CompletionOutput:
     """All so far, for kinds that give it."""
-    state.text.append(news.text)
-    state.logprobs.extend(news.logprobs or ())
-    if state.kind is RequestOutputKind.FINAL_ONLY and news.finish_reason is None:
-        return news
+    state.text.append(delta.text)
+    state.logprobs.extend(delta.logprobs or ())
+    if state.kind is RequestOutputKind.FINAL_ONLY and delta.finish_reason is None:
+        return delta
     logprobs = list(state.logprobs) if state.wants_logprobs else None
     return CompletionOutput(
-        state.index, "".join(state.text), list(state.token_ids), logprobs, news.finish_reason, news.stop_reason
+        state.index, "".join(state.text), list(state.token_ids), logprobs, delta.finish_reason, delta.stop_reason
     )

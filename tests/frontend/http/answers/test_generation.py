@@ -8,7 +8,7 @@ import trio
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_client import HANG, End, FakeClient, Step
 from trio_llm.errors import EngineGenerateError, InvalidRequestError
-from trio_llm.frontend.http.generation import Generation, IndexedOutput, RunningRequests
+from trio_llm.frontend.http.answers.generation import Generation, IndexedOutput, RunningRequests
 from trio_llm.frontend.http.server.errors import only_error
 from trio_llm.frontend.http.server.timeouts import NO_TIMEOUT, RequestTimeout, timeout_of
 from trio_llm.sampling import RequestOutputKind, SamplingParams

@@ -16,8 +16,8 @@ from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.exception_groups import unwrap_single
-from trio_llm.frontend.http.assembly import PLAIN_VIEW, AnswerView, Assembler
-from trio_llm.frontend.http.openai.field_errors import name_as_asked
+from trio_llm.frontend.http.answers.assembly import TEXT_ONLY, AnswerContents, Assembler
+from trio_llm.frontend.http.answers.client_names import in_client_names
 from trio_llm.frontend.http.server.timeouts import NO_TIMEOUT, RequestTimeout
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import SamplingParams
@@ -84,14 +84,14 @@ class Generation:
     request_id: str
     cache_salt: str | None = None
     timeout: RequestTimeout = NO_TIMEOUT
-    view: AnswerView = PLAIN_VIEW
+    contents: AnswerContents = TEXT_ONLY
     """What its answer shows."""
     param_names: Mapping[str, str] = field(default_factory=dict)
     """What the client calls fields of `params`, where that is something else."""
 
     def assembler(self) -> Assembler:
         """What makes the outputs one answer."""
-        return Assembler(len(self.prompts), choices_per_prompt=self.params.n, view=self.view)
+        return Assembler(len(self.prompts), choices_per_prompt=self.params.n, contents=self.contents)
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[IndexedOutput]]:
@@ -147,7 +147,7 @@ class Generation:
                     with self.timeout.within():  # also tells the engine when nobody reads any more
                         await stack.enter_async_context(stream)
                 except InvalidRequestError as error:
-                    raise name_as_asked(error, self.param_names) from None
+                    raise in_client_names(error, self.param_names) from None
                 yield _Indexed(index, stream, stack)
         finally:
             self.running.discard(request_id)

@@ -1,6 +1,6 @@
-"""Pooled outputs on their way to a reader: from the engine's row through the collector to `encode`.
+"""Pooling requests, as callers see them: the result of `encode`, similarity, and several requests at once.
 
-A pooling request is registered, weighed, sent, aborted and ended as any other: what is different stands here.
+A pooling request is registered, weighed, sent, aborted and ended as any other.
 """
 
 from __future__ import annotations
@@ -14,36 +14,13 @@ import trio
 
 from trio_llm.errors import EngineGenerateError, EngineUnavailableError
 from trio_llm.frontend.exception_groups import unwrap_single
-from trio_llm.outputs import CompletionOutput, PoolingOutput, RequestOutput
-from trio_llm.wire.messages import EngineCoreOutput
+from trio_llm.frontend.requests.output.pooled_output import PooledOutput
+from trio_llm.outputs import PoolingOutput, RequestOutput
 
-__all__ = ["PooledOutput", "cosine", "pooled_output", "result_of", "run_in_order"]
-
-_NUMBER_BYTES = 4
+__all__ = ["cosine", "result_of", "run_in_order"]
 
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
-
-
-class PooledOutput(RequestOutput, gc=False):
-    """The one output of a pooling request, in the form that the collector carries."""
-
-    data: bytes = b""
-    """As `PoolingOutput.data`."""
-
-
-def pooled_output(external_id: str, num_prompt_tokens: int, row: EngineCoreOutput, weight_version: str) -> PooledOutput:
-    """What a reader gets for the engine's row.
-
-    Raises:
-        EngineGenerateError: it has no vector.
-    """
-    if not row.pooled or len(row.pooled) % _NUMBER_BYTES:
-        raise EngineGenerateError("the engine ended the request without a vector")
-    end = CompletionOutput(0, "", [], None, row.finish_reason)
-    return PooledOutput(
-        external_id, num_prompt_tokens, row.num_cached_tokens, [end], True, None, weight_version, row.pooled
-    )
 
 
 def result_of(output: RequestOutput, *, is_draining: bool) -> PoolingOutput:
@@ -67,7 +44,7 @@ def result_of(output: RequestOutput, *, is_draining: bool) -> PoolingOutput:
 
 
 def cosine(first: Sequence[float], second: Sequence[float]) -> float:
-    """Of the angle between two vectors of one size, from -1 to 1; 0 if one of them is all zeros."""
+    """The cosine of the angle between two vectors of one size, from -1 to 1; 0 if one of them is all zeros."""
     length = math.hypot(*first) * math.hypot(*second)
     product = sum(map(operator.mul, first, second))
     return max(-1.0, min(1.0, product / length)) if length > 0 else 0.0
@@ -79,8 +56,8 @@ async def run_in_order(work: Callable[[_In], Awaitable[_Out]], inputs: Sequence[
     Cancellation: every piece of work is cancelled.
 
     Raises:
-        Exception: what the first one that failed has raised; the others are cancelled. Those that fail in the same
-            moment come as a group.
+        Exception: what the first work that failed raised; the others are cancelled. Errors of the same moment come as a
+            group.
     """
     results: dict[int, _Out] = {}
 

@@ -1,18 +1,21 @@
 """OutputProcessor: the engine's rows of token ids become outputs with text.
 
-Pure: rows in, `ProcessedRow` out. Holds the state of every unfinished request. Used by the output handler, which puts
-the outputs into mailboxes and sends the aborts that this asks for.
+Pure: a request's state and a row in, `ProcessedRow` out. Keeps no requests. Used by the output handler, which puts the
+outputs into mailboxes and sends the aborts that this asks for.
 """
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from trio_llm.errors import EngineGenerateError
-from trio_llm.frontend.requests.output_kinds import make_output
-from trio_llm.frontend.requests.parallel_sampling import Family
-from trio_llm.frontend.requests.pooling_output import pooled_output
-from trio_llm.frontend.requests.state import RequestState
+from trio_llm.frontend.requests.output.lifecycle import RequestStatus
+from trio_llm.frontend.requests.output.output_kinds import make_output
+from trio_llm.frontend.requests.output.parallel_sampling import Family
+from trio_llm.frontend.requests.output.pooled_output import make_pooled_output
+from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from trio_llm.frontend.text.logprobs import make_token_logprobs
 from trio_llm.frontend.text.stop import StopScanner
@@ -22,6 +25,9 @@ from trio_llm.wire.messages import Continue, EngineCoreOutput, EngineCoreRequest
 
 __all__ = ["OutputGap", "OutputProcessor", "ProcessedRow"]
 
+_SENT: Final = RequestStatus.SENT
+"""Looked up once and not per token."""
+
 
 class OutputGap(Exception):
     """Rows of a request are missing: a message of the engine was lost."""
@@ -30,7 +36,6 @@ class OutputGap(Exception):
 class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
     """What one row means. At most one of `output` and `error` is set."""
 
-    state: RequestState
     num_new_tokens: int = 0
     """Tokens that the reader has got by this row: those after a stop string do not count."""
     output: RequestOutput | None = None
@@ -41,14 +46,14 @@ class ProcessedRow(msgspec.Struct, frozen=True, gc=False):
     """It is over for its reader, but the engine does not know yet."""
     is_gone: bool = False
     """The engine's last row: the request is forgotten now."""
-    is_dropped: bool = False
+    is_expired: bool = False
     """The engine has dropped it, uncomputed. It stays registered: its reader may send it again."""
     is_pooled: bool = False
     """The output has a vector, which is all that the reader waits for."""
 
 
 class OutputProcessor:
-    """All unfinished requests of one front end.
+    """Makes the states of requests, and takes their rows.
 
     Args:
         table: of the loaded model's tokenizer.
@@ -56,17 +61,13 @@ class OutputProcessor:
 
     def __init__(self, table: TokenTable) -> None:
         self._table = table
-        self._states: dict[str, RequestState] = {}
         self.weight_version = "default"
-        """Of the rows to come; set by whoever brings them."""
+        """The version of the weights behind the rows to come; set before the rows of each message."""
 
-    def __len__(self) -> int:
-        return len(self._states)
-
-    def add(
+    def make_state(
         self, request: EngineCoreRequest, external_id: str, *, index: int = 0, family: Family | None = None
     ) -> RequestState:
-        """Register a request, before it is sent: with a family, the child that makes choice `index`."""
+        """The state of a new request, which was not sent yet: with a family, of the child that makes choice `index`."""
         params = request.params
         state = RequestState(
             request,
@@ -87,7 +88,6 @@ class OutputProcessor:
             and params.prompt_logprobs is None
             and request.pooling_params is None
         )
-        self._states[request.request_id] = state
         return state
 
     def _make_detokenizer(self, request: EngineCoreRequest) -> Detokenizer:
@@ -109,9 +109,9 @@ class OutputProcessor:
         """A session gets an input.
 
         Args:
-            message: what the engine is told of it.
-            token_ids: all before the answer; kept as it is, and may grow.
-            num_input_tokens: of all inputs so far.
+            message: carries the input to the engine.
+            token_ids: all before the answer. The list is kept, and may grow.
+            num_input_tokens: tokens of all inputs so far.
         """
         state.request = msgspec.structs.replace(
             state.request,
@@ -120,7 +120,6 @@ class OutputProcessor:
             bad_words_token_ids=message.bad_words_token_ids,
             resumable=True,
         )
-        state.is_idle = False
         state.detokenizer = self._make_detokenizer(state.request)
         state.wants_logprobs = message.params.logprobs is not None
         state.num_prompt_tokens = num_input_tokens
@@ -132,17 +131,6 @@ class OutputProcessor:
         """The last output of a session whose answers are all over: nothing new, and the last answer's reason again."""
         return make_output(state, CompletionOutput(state.index, "", [], [] if state.wants_logprobs else None, reason))
 
-    def remove(self, state: RequestState) -> None:
-        """Forget a request that was never sent."""
-        self._states.pop(state.request.request_id, None)
-
-    def bury(self, state: RequestState) -> bool:
-        """The reader has left. Returns whether the engine must be told, with one Abort."""
-        if state.is_tombstone or state.request.request_id not in self._states:
-            return False
-        state.is_tombstone = True
-        return True
-
     def finish(self, state: RequestState) -> RequestOutput | None:
         """The last output of a request that is aborted on demand: what was held back, and the finish reason `abort`.
 
@@ -151,38 +139,22 @@ class OutputProcessor:
         text = state.detokenizer.finish()
         if state.scanner is not None:
             text = state.scanner.feed(text) + state.scanner.finish()
-        news = CompletionOutput(state.index, text, [], [] if state.wants_logprobs else None, "abort")
-        return make_output(state, news)
+        delta = CompletionOutput(state.index, text, [], [] if state.wants_logprobs else None, "abort")
+        return make_output(state, delta)
 
-    def clear(self) -> None:
-        """Forget every request: the engine is gone."""
-        self._states.clear()
-
-    def states_of(self, external_id: str) -> list[RequestState]:
-        """The requests that somebody still reads and that the caller calls so."""
-        return [s for s in self._states.values() if s.external_id == external_id and not s.is_tombstone]
-
-    def family_of(self, state: RequestState) -> list[RequestState]:
-        """The requests that are known and make the choices of the same answer: this one, and with n > 1 the others."""
-        if state.family is None:
-            return [state]
-        return [known for child_id in state.family.child_ids if (known := self._states.get(child_id)) is not None]
-
-    def process_delta(self, row: EngineCoreOutput) -> tuple[RequestState, RequestOutput] | None:
+    def process_delta(self, state: RequestState, row: EngineCoreOutput) -> RequestOutput | None:
         """Take a row of the kind that nearly all are: tokens in the middle of an answer, of which nothing but their
         text is wanted. The same as `process`, at half the cost.
 
         Returns:
-            Whose row it is, and what its reader gets. None: nothing was done, the row is one for `process`.
+            What the reader gets. None: nothing was done, the row is one for `process`.
         """
-        state = self._states.get(row.request_id)
         if (
-            state is None
-            or not state.is_fast_path
+            not state.is_fast_path
             or row.finish_reason is not None
             or row.start != state.num_tokens
             or row.start == 0
-            or state.is_tombstone
+            or state.status is not _SENT
             or state.num_deaths
         ):
             return None
@@ -195,64 +167,75 @@ class OutputProcessor:
         state.token_ids.extend(token_ids)
         num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
         state.weight_version = version = self.weight_version
-        news = CompletionOutput(state.index, text, token_ids, None, None)
-        return state, RequestOutput(
-            state.external_id, state.num_prompt_tokens, num_cached_tokens, [news], False, None, version
+        delta = CompletionOutput(state.index, text, token_ids, None, None)
+        return RequestOutput(
+            state.external_id, state.num_prompt_tokens, num_cached_tokens, [delta], False, None, version
         )
 
-    def process(self, row: EngineCoreOutput) -> ProcessedRow | None:
-        """Take one row. None: there is nothing to do.
+    def process(self, state: RequestState, row: EngineCoreOutput) -> ProcessedRow | None:
+        """Take one row of this request, and move its status. None: there is nothing to do.
 
         Whatever is wrong with a row is the error of its request alone.
 
         Raises:
             OutputGap: a row before this one is missing.
         """
-        state = self._states.get(row.request_id)
-        if state is None:
-            return None  # harmless: an abort and the end may cross
-        state.weight_version = self.weight_version
         is_gone = row.finish_reason is not None and not row.goes_on
-        if row.start > state.num_tokens and not state.is_tombstone:
+        if state.status is RequestStatus.ABORTING:
+            if not is_gone:
+                return None
+            state.move(RequestStatus.GONE)
+            return ProcessedRow(is_gone=True)
+        if state.num_tokens_when_sent is None or state.status is RequestStatus.GONE:
+            return None  # the engine does not have it: an abort and the end may cross
+        state.weight_version = self.weight_version
+        if row.start > state.num_tokens:
             raise OutputGap(
                 f"request {row.request_id} has {state.num_tokens} tokens and got a row that starts at {row.start}"
             )
-        if row.is_expired and not state.is_tombstone:
-            state.is_dropped = True
-            state.num_expired += 1
-            return ProcessedRow(state, is_dropped=True)
-        if is_gone:
-            del self._states[row.request_id]
-        if state.is_tombstone:
-            return ProcessedRow(state, is_gone=True) if is_gone else None
+        if row.is_expired and state.status is RequestStatus.SENT:
+            state.mark_expired()
+            return ProcessedRow(is_expired=True)
+        try:
+            return self._take(state, row, is_gone=is_gone)
+        except OutputGap:
+            raise
+        except Exception as error:
+            return _fail(state, error, is_gone=is_gone)
+
+    def _take(self, state: RequestState, row: EngineCoreOutput, *, is_gone: bool) -> ProcessedRow | None:
+        """
+        Raises:
+            OutputGap: as `process`.
+            Exception: what is wrong with the row.
+        """
+        if row.finish_reason == "error":
+            raise EngineGenerateError(row.error or "the engine ended the request without a reason")
         if row.num_cached_tokens:
             _note_cached_tokens(state, row.num_cached_tokens)
         if row.prompt_logprobs is not None:
-            return self._take_prompt_logprobs(state, row, row.prompt_logprobs)
-        try:
-            if row.finish_reason == "error":
-                raise EngineGenerateError(row.error or "the engine ended the request without a reason")
-            if state.request.pooling_params is not None and is_gone:
-                return _take_vector(state, row)
-            news = self._read(state, row)
-        except Exception as error:
-            return self._fail(state, error, is_gone=is_gone)
+            self._take_prompt_logprobs(state, row, row.prompt_logprobs)
+            return None
+        if state.request.pooling_params is not None and is_gone:
+            return _take_vector(state, row)
+        delta = self._read(state, row)
         if row.goes_on:
-            return _end_answer(state, news)
-        must_abort = news.finish_reason is not None and not is_gone
-        state.is_tombstone = must_abort
+            return _end_answer(state, delta)
+        must_abort = delta.finish_reason is not None and not is_gone
+        output = make_output(state, delta)
+        if is_gone:
+            state.move(RequestStatus.GONE)
+        elif must_abort:
+            state.move(RequestStatus.ABORTING)
         return ProcessedRow(
-            state,
-            num_new_tokens=len(news.token_ids),
-            output=make_output(state, news),
-            finish_reason=news.finish_reason,
+            num_new_tokens=len(delta.token_ids),
+            output=output,
+            finish_reason=delta.finish_reason,
             must_abort=must_abort,
             is_gone=is_gone,
         )
 
-    def _take_prompt_logprobs(
-        self, state: RequestState, row: EngineCoreOutput, rows: list[LogprobRow]
-    ) -> ProcessedRow | None:
+    def _take_prompt_logprobs(self, state: RequestState, row: EngineCoreOutput, rows: list[LogprobRow]) -> None:
         """Keep what the row adds of them: they go out together with the first token. Repeats are left out.
 
         Raises:
@@ -260,42 +243,30 @@ class OutputProcessor:
         """
         known = state.prompt_logprobs
         if known is None:
-            return None
+            return
         if row.prompt_logprobs_start > len(known):
             raise OutputGap(
                 f"request {row.request_id} has log-probabilities of {len(known)} prompt tokens "
                 f"and got a row that starts at {row.prompt_logprobs_start}"
             )
-        try:
-            known += [make_token_logprobs(one, self._table) for one in rows[len(known) - row.prompt_logprobs_start :]]
-        except Exception as error:
-            return self._fail(state, error, is_gone=False)
-        return None
-
-    def _fail(self, state: RequestState, error: Exception, *, is_gone: bool) -> ProcessedRow:
-        if not isinstance(error, EngineGenerateError):
-            named = EngineGenerateError(f"the output could not be processed: {type(error).__name__}: {error}")
-            named.__cause__ = error
-            error = named
-        state.is_tombstone = not is_gone
-        return ProcessedRow(state, error=error, finish_reason="error", must_abort=not is_gone, is_gone=is_gone)
+        known += [make_token_logprobs(one, self._table) for one in rows[len(known) - row.prompt_logprobs_start :]]
 
     def _read(self, state: RequestState, row: EngineCoreOutput) -> CompletionOutput:
         """What the row adds. Its tokens that the request has already are left out."""
         num_known = state.num_tokens - row.start
         token_ids = row.new_token_ids[num_known:] if num_known else row.new_token_ids
         if state.scanner is not None:
-            news = self._scan(state, state.scanner, token_ids, row)
+            delta = self._scan(state, state.scanner, token_ids, row)
         else:
             text = state.detokenizer.feed(_visible(state, token_ids, row) if row.finish_reason else token_ids)
             if row.finish_reason is not None:
                 text += state.detokenizer.finish()
-            news = CompletionOutput(state.index, text, token_ids, None, row.finish_reason, row.stop_reason)
-        state.num_tokens += len(news.token_ids)
-        state.token_ids.extend(news.token_ids)
+            delta = CompletionOutput(state.index, text, token_ids, None, row.finish_reason, row.stop_reason)
+        state.num_tokens += len(delta.token_ids)
+        state.token_ids.extend(delta.token_ids)
         if (
             state.prompt_logprobs is not None
-            and news.token_ids
+            and delta.token_ids
             and len(state.prompt_logprobs) != state.num_prompt_tokens
         ):
             raise EngineGenerateError(
@@ -304,8 +275,8 @@ class OutputProcessor:
             )
         if state.wants_logprobs:
             rows = row.logprobs[num_known:] if row.logprobs is not None else []
-            news.logprobs = self._name_logprobs(rows, len(news.token_ids))
-        return news
+            delta.logprobs = self._name_logprobs(rows, len(delta.token_ids))
+        return delta
 
     def _scan(
         self, state: RequestState, scanner: StopScanner, token_ids: list[int], row: EngineCoreOutput
@@ -334,10 +305,21 @@ class OutputProcessor:
         return [make_token_logprobs(row, self._table) for row in rows[:num_tokens]]
 
 
+def _fail(state: RequestState, error: Exception, *, is_gone: bool) -> ProcessedRow:
+    """The request ends with this error, and its engine need not go on with it."""
+    if not isinstance(error, EngineGenerateError):
+        named = EngineGenerateError(f"the output could not be processed: {type(error).__name__}: {error}")
+        named.__cause__ = error
+        error = named
+    state.move(RequestStatus.GONE if is_gone else RequestStatus.ABORTING)
+    return ProcessedRow(error=error, finish_reason="error", must_abort=not is_gone, is_gone=is_gone)
+
+
 def _take_vector(state: RequestState, row: EngineCoreOutput) -> ProcessedRow:
     """A pooling request is over."""
-    output = pooled_output(state.external_id, state.num_prompt_tokens, row, state.weight_version)
-    return ProcessedRow(state, output=output, finish_reason=row.finish_reason, is_gone=True, is_pooled=True)
+    output = make_pooled_output(state.external_id, state.num_prompt_tokens, row, state.weight_version)
+    state.move(RequestStatus.GONE)
+    return ProcessedRow(output=output, finish_reason=row.finish_reason, is_gone=True, is_pooled=True)
 
 
 def _note_cached_tokens(state: RequestState, count: int) -> None:
@@ -346,13 +328,13 @@ def _note_cached_tokens(state: RequestState, count: int) -> None:
         state.family.num_cached_tokens = count
 
 
-def _end_answer(state: RequestState, news: CompletionOutput) -> ProcessedRow:
+def _end_answer(state: RequestState, delta: CompletionOutput) -> ProcessedRow:
     """One answer of a session is over, and the session is not."""
-    state.is_idle = True
-    output = make_output(state, news)
+    output = make_output(state, delta)
     assert output is not None
     output.finished = False
-    return ProcessedRow(state, num_new_tokens=len(news.token_ids), output=output)
+    state.move(RequestStatus.IDLE)
+    return ProcessedRow(num_new_tokens=len(delta.token_ids), output=output)
 
 
 def _visible(state: RequestState, token_ids: list[int], row: EngineCoreOutput) -> list[int]:

@@ -1,0 +1,1 @@
+"""Tests of what is generated for an HTTP request."""

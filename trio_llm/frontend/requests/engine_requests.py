@@ -1,0 +1,190 @@
+"""EngineRequests: what one engine is sent, one incarnation after the other.
+
+Used by `RequestRegistry`, which has one per engine. Synchronous.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import msgspec
+import trio
+
+from trio_llm.errors import CodecError, InvalidRequestError
+from trio_llm.frontend.requests.in_flight import InFlightRequest
+from trio_llm.frontend.requests.output.lifecycle import RequestStatus
+from trio_llm.frontend.requests.output.output_processor import OutputProcessor
+from trio_llm.frontend.requests.output.state import RequestState
+from trio_llm.frontend.requests.resumption import Resumption
+from trio_llm.frontend.statistics.iteration import EngineRecorder
+from trio_llm.wire.codec import encode
+from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
+
+__all__ = ["EngineLink", "EngineRequests"]
+
+
+class EngineLink(Protocol):
+    """One engine, as the requests see it: all its incarnations, one after the other."""
+
+    @property
+    def index(self) -> int:
+        """Its place among the engines of this front end, from 0."""
+        ...
+
+    @property
+    def is_up(self) -> bool:
+        """False from the death of an incarnation until the next one is ready. Nothing is sent meanwhile."""
+        ...
+
+    def send_nowait(self, message: ToEngine) -> None:
+        """Queue one message. Synchronous.
+
+        Raises:
+            CodecError: the message has no form on the wire. Nothing was queued.
+        """
+        ...
+
+
+class EngineRequests:
+    """Sends requests to an engine, and after its death those that are unfinished to the next incarnation.
+
+    Args:
+        in_flight: the registry's requests, those of other engines among them.
+    """
+
+    def __init__(self, link: EngineLink, recorder: EngineRecorder, in_flight: Mapping[str, InFlightRequest]) -> None:
+        self._link = link
+        self._in_flight = in_flight
+        self._resumption = Resumption[RequestState]()
+        self.recorder = recorder
+        self.num_in_flight = 0
+        """How many of the requests are this engine's; counted by the registry."""
+
+    def __iter__(self) -> Iterator[InFlightRequest]:
+        """This engine's unfinished requests, in order of arrival."""
+        return (request for request in self._in_flight.values() if request.engine_index == self._link.index)
+
+    def send(self, request: InFlightRequest, message: EngineCoreRequest | Continue) -> None:
+        """Send a request, or let it wait for the next incarnation if there is none now.
+
+        Raises:
+            CodecError: it has no form on the wire.
+        """
+        state = request.state
+        if self._link.is_up:
+            self._link.send_nowait(message)
+            state.mark_sent()
+            return
+        encode(message)  # the caller gets the error now; `on_ready` sends it
+        if state.status is not RequestStatus.UNSENT:
+            state.move(RequestStatus.UNSENT)
+
+    def resume(self, request: InFlightRequest) -> None:
+        """Send a request to an incarnation that does not have it, to go on after what was delivered."""
+        self.send(request, _make_resumed(request, trio.current_time()))
+
+    def send_input(
+        self,
+        session: InFlightRequest,
+        message: EngineCoreRequest | Continue,
+        *,
+        processor: OutputProcessor,
+        token_ids: list[int],
+        num_input_tokens: int,
+    ) -> None:
+        """Send the next input of a session that is not over. Arguments and errors: as `RequestRegistry.send_input`."""
+        state = session.state
+        try:
+            encode(message)
+        except CodecError as error:
+            raise InvalidRequestError(f"the input cannot be sent to the engine: {error}") from error
+        session.has_first_token = False
+        if session.clock.first_token_s is not None:
+            self.recorder.more_prompt_tokens(num_input_tokens - state.num_prompt_tokens)
+        processor.begin_answer(state, message, token_ids, num_input_tokens=num_input_tokens)
+        if isinstance(message, Continue) and state.num_tokens_when_sent is None:
+            self.resume(session)  # this incarnation does not have the earlier inputs, or there is none yet
+        else:
+            self.send(session, message)
+
+    def abort(self, request_ids: list[str]) -> None:
+        """Let the engine forget requests that it has."""
+        if request_ids:
+            self._link.send_nowait(Abort(request_ids))
+
+    def record_tokens(self, request: InFlightRequest, count: int, now_s: float) -> None:
+        """A row brought tokens for the reader."""
+        state, clock = request.state, request.clock
+        if clock.first_token_s is not None:
+            self.recorder.tokens(clock, count, now_s)
+        elif state.family is None or state.family.take_first_token():
+            # One prompt and one first token for all the choices of an answer; each choice is a request that ends.
+            self.recorder.first_tokens(
+                clock,
+                count,
+                now_s,
+                num_prompt_tokens=len(state.request.prompt_token_ids),
+                num_cached_tokens=state.num_cached_tokens,
+            )
+        else:
+            self.recorder.first_tokens_of_sibling(clock, count, now_s)
+
+    def finish_trial(self, request: InFlightRequest) -> None:
+        """A suspect has got a token, or will get none. If it was on trial, the next one is sent."""
+        for state in self._resumption.finish(request.state):
+            self.resume(self._in_flight[state.request_id])
+
+    def on_lost(self, *, could_run: Callable[[RequestState], bool]) -> InFlightRequest | None:
+        """The incarnation is dead: what it had waits for the next one.
+
+        Args:
+            could_run: as `Resumption.engine_lost`.
+
+        Returns:
+            The request that is to be given up, which no engine has.
+        """
+        requests = list(self)
+        suspect = self._resumption.engine_lost([request.state for request in requests], could_run=could_run)
+        for request in requests:
+            if request.state.status is RequestStatus.SENT:
+                request.state.move(RequestStatus.UNSENT)
+        self.recorder.engine_gone()
+        return None if suspect is None else self._in_flight[suspect.request_id]
+
+    def on_ready(self) -> None:
+        """The next incarnation is ready and gets what waits, suspects one at a time."""
+        waiting = [request.state for request in self if request.state.status is RequestStatus.UNSENT]
+        for state in self._resumption.engine_ready(waiting):
+            self.resume(self._in_flight[state.request_id])
+
+    def check(self) -> None:
+        """Assert what holds between the link, the statuses of this engine's requests and the resumption."""
+        requests = list(self)
+        assert len(requests) == self.num_in_flight, (len(requests), self.num_in_flight)
+        unsent = {request.state for request in requests if request.state.status is RequestStatus.UNSENT}
+        has_any = any(request.state.status in (RequestStatus.SENT, RequestStatus.ABORTING) for request in requests)
+        suspects, on_trial = self._resumption.suspects, self._resumption.on_trial
+        if self._link.is_up:
+            assert unsent == set(suspects), "what is not sent waits for a trial"
+            assert on_trial is not None or not suspects, "suspects wait, and none is tried"
+        else:
+            assert not has_any and not suspects and on_trial is None, "a dead engine has no requests"  # noqa: PT018
+        if on_trial is not None:
+            assert on_trial.status in (RequestStatus.SENT, RequestStatus.ABORTING), on_trial.status
+
+
+def _make_resumed(request: InFlightRequest, now_s: float) -> EngineCoreRequest:
+    """What lets another incarnation go on with a request, after the tokens that were delivered."""
+    state, message = request.state, request.state.request
+    deadline_s = message.deadline_s
+    if deadline_s is not None:
+        # Without meaning once something was computed.
+        deadline_s = None if state.num_tokens else max(0.0, deadline_s - (now_s - request.counted_from_s))
+    return msgspec.structs.replace(
+        message,
+        prompt_token_ids=list(message.prompt_token_ids),  # a session's list grows
+        output_token_ids=list(state.token_ids),
+        num_earlier_tokens=state.num_tokens - len(state.token_ids),
+        deadline_s=deadline_s,
+    )

@@ -1,0 +1,54 @@
+"""InFlightRequest: a registered request with its mailbox and its clock, and what the statistics say about it.
+
+Kept by `RequestRegistry`. The request's stream and the output handler look at it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trio_llm.frontend.requests.collector import RequestOutputCollector
+from trio_llm.frontend.requests.output.lifecycle import RequestStatus
+from trio_llm.frontend.requests.output.state import RequestState
+from trio_llm.frontend.statistics.iteration import RequestClock
+from trio_llm.frontend.statistics.stats import FinishedRequestStats
+from trio_llm.outputs import FinishReason
+
+__all__ = ["InFlightRequest", "make_finished_stats"]
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRequest:
+    """A registered request. With n > 1 there is one for each choice, and all share the mailbox."""
+
+    state: RequestState
+    collector: RequestOutputCollector
+    clock: RequestClock
+    engine_index: int = 0
+    """The engine that computes it. All choices of an answer and all inputs of a session go to the same one."""
+    has_first_token: bool = False
+    """The first token of its answer has come; for a session: of the newest answer."""
+    counted_from_s: float = 0.0
+    """When the seconds of its deadline began; Trio's clock."""
+
+    @property
+    def is_unfinished(self) -> bool:
+        """It is not over for its reader."""
+        status = self.state.status
+        return status is not RequestStatus.ABORTING and status is not RequestStatus.GONE
+
+
+def make_finished_stats(request: InFlightRequest, reason: FinishReason, now_s: float) -> FinishedRequestStats:
+    """What the statistics say about a request that is over for its reader now."""
+    state, clock = request.state, request.clock
+    first_token_s = clock.first_token_s
+    return FinishedRequestStats(
+        request_id=state.external_id,
+        finish_reason=reason,
+        num_prompt_tokens=state.num_prompt_tokens,
+        num_cached_tokens=state.num_cached_tokens,
+        num_output_tokens=state.num_tokens,
+        max_tokens=state.request.params.max_tokens or 0,
+        e2e_latency_s=now_s - clock.arrived_s,
+        time_to_first_token_s=None if first_token_s is None else first_token_s - clock.arrived_s,
+    )
