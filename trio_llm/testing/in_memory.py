@@ -107,25 +107,25 @@ class InMemoryCoreClient:
             await self._resumed.wait()
         while self._inbox:
             self.core.handle(decode_to_engine(self._inbox.popleft()))
-        for answer in self.core.take_answers():
-            self._sent_s = trio.current_time()
-            self._send(answer)
+        if answers := self.core.take_answers():
+            await self._send(answers, after_s=0.0)
         if not self.core.is_busy:
             await self._wait_for_input()
             return
         outputs = self.core.step()
-        if outputs is not None:
+        await self._send([] if outputs is None else [outputs], after_s=self.step_s)
+
+    async def _send(self, messages: list[EngineCoreOutputs], *, after_s: float) -> None:
+        """Let messages arrive after a time, and not while the engine is paused."""
+        if messages:
             self._sent_s = trio.current_time()
-        await trio.sleep(self.step_s)
+        await trio.sleep(after_s)
         if self.is_paused:
             await self._resumed.wait()
-        if outputs is not None:
-            self._send(outputs)
-
-    def _send(self, outputs: EngineCoreOutputs) -> None:
-        if self._dead_reason is None and not self._is_lost(outputs):
-            self._outbox.append(encode(outputs))
-            self._has_output.set()
+        for message in messages:
+            if self._dead_reason is None and not self._is_lost(message):
+                self._outbox.append(encode(message))
+                self._has_output.set()
 
     async def _wait_for_input(self) -> None:
         self._has_input = trio.Event()

@@ -13,7 +13,7 @@ from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import MAX_LOGPROBS
 from trio_llm.wire.messages import ModelConfig
 
-__all__ = ["SchedulerLimits", "prompt_logprob_cost"]
+__all__ = ["MAX_PROMPT_LOGPROB_COST", "MAX_PROMPT_LOGPROB_COST_CUDA", "SchedulerLimits", "prompt_logprob_cost"]
 
 _POSITION_COST: Final = 20
 """Cost of the row of logits that one position of a prompt needs, in alternatives that are listed."""
@@ -24,9 +24,9 @@ def prompt_logprob_cost(num_top: int) -> int:
     return _POSITION_COST + num_top
 
 
-_MAX_COST_CPU: Final = 64 * prompt_logprob_cost(MAX_LOGPROBS)
+MAX_PROMPT_LOGPROB_COST: Final = 64 * prompt_logprob_cost(MAX_LOGPROBS)
 """64 positions with 20 alternatives, or 128 with none: about 0.4 s on a slow CPU."""
-_MAX_COST_CUDA: Final = 8 * _MAX_COST_CPU
+MAX_PROMPT_LOGPROB_COST_CUDA: Final = 8 * MAX_PROMPT_LOGPROB_COST
 """512 positions with 20 alternatives."""
 
 
@@ -46,7 +46,7 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...]
     logits_width: int
     """Ids from 0 up that can be sampled; any other id is a fault of the device."""
-    max_prompt_logprob_cost: int = _MAX_COST_CPU
+    max_prompt_logprob_cost: int = MAX_PROMPT_LOGPROB_COST
     """Sum of `prompt_logprob_cost` over the prompt positions that get log-probabilities in one step."""
     keeps_cache: bool = True
     """Blocks are found again by what they hold: the beginning that a prompt shares with an earlier one is not computed
@@ -71,7 +71,9 @@ class SchedulerLimits:
             max_model_len=model.max_model_len,
             eos_token_ids=model.eos_token_ids,
             logits_width=model.logits_width,
-            max_prompt_logprob_cost=_MAX_COST_CUDA if model.device.startswith("cuda") else _MAX_COST_CPU,
+            max_prompt_logprob_cost=MAX_PROMPT_LOGPROB_COST_CUDA
+            if model.device.startswith("cuda")
+            else MAX_PROMPT_LOGPROB_COST,
             keeps_cache=config.enable_prefix_caching,
             logs_kv_events=config.kv_events,
         )
