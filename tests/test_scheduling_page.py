@@ -9,6 +9,7 @@ from typing import Final
 
 from typer.main import get_command
 
+from tests.support.transitions import draw_transitions
 from trio_llm.cli.main import app
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.fake import BLOCK_SIZE
@@ -31,20 +32,11 @@ def section(title: str) -> str:
     return PAGE.split(f"# {title}\n")[1].split("\n#")[0]
 
 
-def draw_states() -> str:
-    """The table of transitions as text: a row a state, with the states that may follow."""
-    rows = [["from \\ to", *(state.name for state in SequenceState)]]
-    for old in SequenceState:
-        rows.append([old.name, *("yes" if new in TRANSITIONS[old] else "." for new in SequenceState)])
-    return "\n".join(
-        "".join(f"{cell:10}" if i else f"{cell:12}" for i, cell in enumerate(row)).rstrip() for row in rows
-    )
-
-
 def test_the_states_are_drawn_from_the_table_of_the_code() -> None:
     drawn = section("States").split("```")[1].strip()
 
-    assert drawn == draw_states(), f"put this into docs/scheduling.md:\n{draw_states()}"
+    expected = draw_transitions(SequenceState, TRANSITIONS)
+    assert drawn == expected, f"put this into docs/scheduling.md:\n{expected}"
 
 
 def test_each_transition_of_the_code_is_explained_once_and_no_other() -> None:
@@ -86,10 +78,8 @@ def test_the_numbers_of_the_page_are_the_codes() -> None:
     assert f"`--max-num-batched-tokens` tokens ({config.max_num_batched_tokens})" in text
     assert f"`--max-num-seqs` sequences ({config.max_num_seqs})" in text
     assert f"`--step-time-target` ({config.step_time_target_s} seconds)" in text
-    assert (
-        f"at most {MAX_PROMPT_LOGPROB_COST // prompt_logprob_cost(MAX_LOGPROBS)} of them with {MAX_LOGPROBS} alternatives"
-        in text
-    )
+    num_positions = MAX_PROMPT_LOGPROB_COST // prompt_logprob_cost(MAX_LOGPROBS)
+    assert f"at most {num_positions} of them with {MAX_LOGPROBS} alternatives" in text
     assert f"or {MAX_PROMPT_LOGPROB_COST // prompt_logprob_cost(0)} with none" in text
     assert f"({MAX_PROMPT_LOGPROB_COST_CUDA // MAX_PROMPT_LOGPROB_COST} times as many on a GPU)" in text
     assert f"a hash of {len(hashes[0])} bytes" in text

@@ -212,8 +212,9 @@ async def see_it_die(llm: AsyncLLM, pid: int, number: signal.Signals) -> tuple[t
     seen, reasons = [llm.status.state], []
     os.kill(pid, number)
     while llm.statistics().num_restarts == 0:
-        if llm._life.lost is not None and llm._life.lost.reason not in reasons:
-            reasons.append(llm._life.lost.reason)
+        lost_reason = llm._engines[0].monitor.lost_reason
+        if lost_reason is not None and lost_reason not in reasons:
+            reasons.append(lost_reason)
         if llm.status.state != seen[-1]:
             seen.append(llm.status.state)
         await trio.sleep(0.002)

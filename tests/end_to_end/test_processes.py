@@ -130,8 +130,8 @@ async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind
             await generate_to_the_end(llm)
             await assert_idle(llm)
             await send_junk(llm)
-            pid = llm._core.current.pid  # type: ignore[attr-defined]
-            folder = trio.Path(llm._core.current._folder)  # type: ignore[attr-defined]
+            pid = llm._engines[0].core.current.pid  # type: ignore[attr-defined]
+            folder = trio.Path(llm._engines[0].core.current._folder)  # type: ignore[attr-defined]
             assert is_alive(pid)
             assert not await folder.exists(), "a front end that is killed must not leave it behind"
 
@@ -140,7 +140,7 @@ async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind
 
 async def send_junk(llm: AsyncLLM) -> None:
     """Frames that are no messages, on the engine's input: dropped, and the engine goes on."""
-    outbox = llm._core.current._outbox  # type: ignore[attr-defined]
+    outbox = llm._engines[0].core.current._outbox  # type: ignore[attr-defined]
     for junk in (b"", b"\xc1", b"\x91" * 100_000, b"\x92\xa5abort\x05"):
         outbox._frames.append(junk)
     await llm.check_health()

@@ -146,7 +146,7 @@ async def test_abort_by_the_callers_id_ends_every_request_of_that_id() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run, "x")
             nursery.start_soon(run, "x")
-            await wait_all_or_running(fake.llm._live, 2)
+            await wait_all_or_running(fake.llm._registry, 2)
             assert fake.llm.abort("x") == 2
 
         assert ends == ["abort", "abort"]
@@ -419,7 +419,7 @@ async def test_every_reader_gets_its_text_and_then_the_reason_when_the_engine_di
 async def test_a_gap_in_the_output_ends_the_engine(finish_reason: FinishReason | None) -> None:
     async with open_fake_llm() as fake, fake.llm.generate(HELLO, params(2000)) as stream:
         await anext(stream)
-        (internal_id,) = fake.llm._live.in_flight
+        (internal_id,) = fake.llm._registry.in_flight
         fake.core.inject(
             EngineCoreOutputs(1, 9999, 0.0, [EngineCoreOutput(internal_id, 1999, [1], finish_reason=finish_reason)])
         )
@@ -432,7 +432,7 @@ async def test_a_gap_in_the_output_ends_the_engine(finish_reason: FinishReason |
 async def test_an_engine_far_ahead_of_a_front_end_pauses_and_drops_nothing() -> None:
     async with open_fake_llm() as fake:
         fake.core.core._outbox._credit_steps = 3
-        fake.llm._handler._ack_steps = 1
+        fake.llm._engines[0]._sequence.ack_steps = 1
 
         assert len(await read(fake.llm.generate(HELLO, params(40)))) == 40
         await fake.assert_nothing_is_left()
@@ -459,7 +459,7 @@ async def test_health_is_a_round_trip_through_the_engines_loop(autojump_clock: M
             await fake.llm.check_health()
 
         assert scope.cancelled_caught
-        assert not fake.llm._utilities._waiting
+        assert not fake.llm._engines[0].utilities._waiting
 
 
 async def test_final_only_gives_one_output_with_everything() -> None:

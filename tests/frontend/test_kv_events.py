@@ -7,6 +7,7 @@ import trio
 from trio.testing import wait_all_tasks_blocked
 
 from tests.engine.scheduling.kv_replica import KVReplica
+from tests.support.asking import ask
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import FakeSetUp, open_fake_llm
 from trio_llm.config import EngineConfig
@@ -24,9 +25,9 @@ def prompt(number: int) -> list[int]:
     return [number] * 33
 
 
-async def ask(fake: FakeSetUp, *numbers: int) -> None:
+async def ask_for(fake: FakeSetUp, *numbers: int) -> None:
     for number in numbers:
-        await fake.llm.complete(prompt(number), PARAMS)
+        await ask(fake.llm, prompt(number), PARAMS)
 
 
 async def take(batches: KVEventBatches, count: int) -> list[KVEventBatch]:
@@ -60,9 +61,9 @@ async def test_a_subscriber_that_applies_all_events_knows_what_the_engine_can_fi
 
 async def test_each_subscriber_gets_all_from_its_own_beginning_on() -> None:
     async with open_fake_llm(kv_events=True) as fake, fake.llm.kv_events() as early:
-        await ask(fake, 1)
+        await ask_for(fake, 1)
         async with fake.llm.kv_events() as late:
-            await ask(fake, 2)
+            await ask_for(fake, 2)
 
             assert stored_tokens(await take(early, 2)) == [[1] * 32, [2] * 32]
             assert stored_tokens(await take(late, 1)) == [[2] * 32]
@@ -74,7 +75,7 @@ async def test_a_subscriber_may_be_there_before_the_engine_is_ready() -> None:
         fake.llm.kv_events() as batches,
     ):
         await fake.llm.wait_until_ready()
-        await ask(fake, 1)
+        await ask_for(fake, 1)
 
         assert stored_tokens(await take(batches, 1)) == [[1] * 32]
 
@@ -82,7 +83,7 @@ async def test_a_subscriber_may_be_there_before_the_engine_is_ready() -> None:
 async def test_a_slow_subscriber_gets_what_it_has_room_for_then_an_error_and_nobody_waits_for_it() -> None:
     async with open_fake_llm(kv_events=True) as fake, fake.llm.kv_events() as fast:
         async with fake.llm.kv_events(max_unread=2) as slow:
-            await ask(fake, 1, 2, 3, 4)
+            await ask_for(fake, 1, 2, 3, 4)
 
             assert stored_tokens(await take(slow, 2)) == [[1] * 32, [2] * 32]
             for _ in range(2):
@@ -91,21 +92,21 @@ async def test_a_slow_subscriber_gets_what_it_has_room_for_then_an_error_and_nob
         assert len(await take(fast, 4)) == 4
 
         async with fake.llm.kv_events(max_unread=2) as again:
-            await ask(fake, 5)
+            await ask_for(fake, 5)
             assert stored_tokens(await take(again, 1)) == [[5] * 32]
 
 
 async def test_a_subscriber_that_keeps_up_with_room_for_one_loses_nothing() -> None:
     async with open_fake_llm(kv_events=True) as fake, fake.llm.kv_events(max_unread=1) as batches:
         for number in range(9):
-            await ask(fake, number)
+            await ask_for(fake, number)
             assert stored_tokens(await take(batches, 1)) == [[number] * 32]
 
 
 async def test_when_the_engine_dies_each_subscriber_gets_what_it_is_owed_then_the_error() -> None:
     async with open_fake_llm(kv_events=True) as fake:
         async with fake.llm.kv_events() as first, fake.llm.kv_events() as second:
-            await ask(fake, 1)
+            await ask_for(fake, 1)
             fake.llm.kill("lost its device")
             await fake.llm.wait_dead()
 
@@ -147,8 +148,8 @@ async def test_leaving_open_llm_ends_subscriptions_that_live_longer() -> None:
 async def test_outside_its_block_a_subscription_cannot_be_read_and_costs_nothing() -> None:
     async with open_fake_llm(kv_events=True) as fake:
         async with fake.llm.kv_events() as batches:
-            await ask(fake, 1)
-        await ask(fake, 2)
+            await ask_for(fake, 1)
+        await ask_for(fake, 2)
 
         with pytest.raises(trio.ClosedResourceError):
             await take(batches, 1)
@@ -164,7 +165,7 @@ async def test_cancelling_a_subscriber_at_any_checkpoint_loses_nothing_and_leave
             nonlocal number
             async with fake.llm.kv_events() as batches:
                 number += 1
-                await ask(fake, number)
+                await ask_for(fake, number)
                 seen.extend(stored_tokens(await take(batches, 1)))
 
         async def check() -> None:

@@ -17,12 +17,13 @@ import pytest
 import trio
 import trio.testing
 
+from tests.support.request_checks import open_checked_llm
 from trio_llm.errors import TrioLLMError
-from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.library.bulk import MapResults
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.requests.stream import RequestStream
 from trio_llm.sampling import RequestOutputKind, SamplingParams
-from trio_llm.testing import FakeLLM, open_fake_llm
+from trio_llm.testing import FakeLLM
 
 NUM_CLIENTS = 25
 NUM_FAULTS = 15
@@ -142,7 +143,7 @@ async def test_nothing_stays_of_any_mixture(
         "max_num_seqs": choose([1, 3, 64]),
         "num_gpu_blocks_override": choose([40, 200]),
     }
-    async with open_fake_llm(step_s=0.1, max_model_len=1000, **settings) as llm:
+    async with open_checked_llm(step_s=0.1, max_model_len=1000, **settings) as llm:
         num_tasks = trio.lowlevel.current_statistics().tasks_living
         mixture = Mixture(seed, llm)
 
@@ -156,11 +157,11 @@ async def test_nothing_stays_of_any_mixture(
         await trio.testing.wait_all_tasks_blocked()
         # The output handler and the watch end with the engine.
         assert trio.lowlevel.current_statistics().tasks_living == num_tasks - 2 * (llm.dead_error is not None)
-        assert llm._entrance._sessions == set()
+        assert llm._submitter._sessions == set()
         assert list(recwarn) == []
         if llm.is_running:
             llm._executor.faults.clear()
             assert len((await llm.complete([1], max_tokens=3)).outputs[0].token_ids) == 3
     # An error in our own code would be told there.
     unexpected = [record for record in caplog.records if record.levelno >= logging.ERROR]
-    assert [record.getMessage() for record in unexpected if "the engine is dead" not in record.getMessage()] == []
+    assert [record.getMessage() for record in unexpected if "is dead: " not in record.getMessage()] == []

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 import trio
-from trio.testing import wait_all_tasks_blocked
+from trio.testing import MockClock, wait_all_tasks_blocked
 
 from tests.support.scripted_core import ScriptedCore
+from trio_llm.config import EngineConfig
 from trio_llm.errors import EngineDeadError, EngineGenerateError
-from trio_llm.frontend.output_handler import OutputHandler, OutputHandlerHooks
+from trio_llm.frontend.control.engine import Engine
+from trio_llm.frontend.kv_events import KVEventHub
+from trio_llm.frontend.output_handler import OutputHandler
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.requests.collector import RequestOutputCollector
@@ -27,6 +30,7 @@ from trio_llm.wire.messages import (
     EngineCoreRequest,
     Heartbeat,
     Progress,
+    UtilityCall,
     UtilityResult,
 )
 
@@ -34,31 +38,17 @@ ACK_STEPS = 4
 
 
 class HandlerSetUp:
-    """A handler that runs, with notes of what its owner was seen."""
+    """A handler that runs over an engine, with notes of what a listener of the engine learns."""
 
     def __init__(self) -> None:
         self.core = ScriptedCore()
         self.seen: list[object] = []
+        self.engine = Engine(0, self.core, EngineConfig(credit_steps=8 * ACK_STEPS))
+        self.engine.monitor.is_ready = True
         recorder = StatisticsRecorder([])
-        self.requests = RequestRegistry(
-            [self.core], recorder, AdmissionLedger(AdmissionLimits()), lambda: self.seen.append("gone")
-        )
-        self.handler = OutputHandler(
-            self.core,
-            self.requests,
-            recorder,
-            OutputHandlerHooks(
-                on_sign_of_life=lambda: self.seen.append("life"),
-                on_step=lambda: self.seen.append("step"),
-                on_progress=self.seen.append,
-                on_ready=self.seen.append,
-                on_utility_result=self.seen.append,
-                on_lost=self.seen.append,
-                on_kv_events=self.seen.append,
-                on_dead=self.seen.append,
-            ),
-            ack_steps=ACK_STEPS,
-        )
+        self.requests = RequestRegistry([self.engine], recorder, AdmissionLedger(AdmissionLimits()))
+        self.engine.listeners = [self, self.requests]
+        self.handler = OutputHandler(self.engine, self.requests, recorder, KVEventHub())
         table = Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table
         self.requests.processor = OutputProcessor(table)
         self._step = 0
@@ -74,6 +64,15 @@ class HandlerSetUp:
         self.requests.register(live)
         live.state.mark_sent()
         return live
+
+    def on_ready(self, engine: Engine) -> None:
+        self.seen.append("ready")
+
+    def on_lost(self, engine: Engine, reason: str) -> None:
+        self.seen.append(reason)
+
+    def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
+        self.seen.append(error)
 
     def step(self, *rows: EngineCoreOutput) -> EngineCoreOutputs:
         self._step += 1
@@ -97,14 +96,43 @@ def a_row(request_id: str, start: int, *token_ids: int, end: FinishReason | None
     return EngineCoreOutput(request_id, start, list(token_ids), finish_reason=end)
 
 
-async def test_every_kind_of_message_is_a_sign_of_life_and_reaches_its_hook(up: HandlerSetUp) -> None:
-    result, progress = UtilityResult(1, "pong"), Progress(1, "load", 1, 2)
-    up.core.say(progress)
-    up.core.say(Heartbeat(1))
-    up.core.say(EngineCoreOutputs(1, 1, 0.0, utility_results=[result]))
-    await wait_all_tasks_blocked()
+async def test_every_kind_of_message_is_a_sign_of_life_and_rows_and_executed_steps_are_steps(
+    up: HandlerSetUp, mock_clock: MockClock
+) -> None:
+    monitor, progress = up.engine.monitor, Progress(1, "load", 1, 2)
+    seen = []
+    for message in (
+        progress,
+        Heartbeat(1),
+        Heartbeat(1, num_executed=3),
+        Heartbeat(1, num_executed=3),
+        up.step(),
+        up.step(a_row("unknown", 0, 1)),
+    ):
+        mock_clock.jump(1)
+        up.core.say(message)
+        await wait_all_tasks_blocked()
+        now_s = trio.current_time()
+        seen.append((monitor._last_life_s == now_s, monitor._last_step_s == now_s))
 
-    assert up.seen == ["life", progress, "life", "life", result]
+    assert seen == [(True, False), (True, False), (True, True), (True, False), (True, False), (True, True)]
+    assert monitor.progress is progress
+
+
+async def test_answers_of_utility_calls_reach_their_callers_also_beside_rows(up: HandlerSetUp) -> None:
+    answers: list[object] = []
+
+    async def call() -> None:
+        answers.append(await up.engine.utilities.call("ping"))
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(call)
+        await wait_all_tasks_blocked()
+        (sent,) = up.core.sent
+        assert isinstance(sent, UtilityCall)
+        up.core.say(EngineCoreOutputs(1, 1, 0.0, utility_results=[UtilityResult(sent.call_id, "pong")]))
+
+    assert answers == ["pong"]
 
 
 async def test_steps_are_acknowledged_each_so_many_and_once_a_batch(up: HandlerSetUp) -> None:
@@ -132,7 +160,6 @@ async def test_a_reader_that_leaves_is_one_abort_and_the_request_counts_until_th
     await up.say(a_row("a", 1, end="abort"))
 
     assert len(up.requests) == 0
-    assert up.seen[-1] == "gone"
     assert up.core.sent == [Abort(["a"])]
 
 
@@ -184,7 +211,7 @@ async def test_the_engines_end_gives_each_reader_what_it_is_owed_and_an_error_of
             await live.collector.receive()
         errors.append(raised.value)
     assert errors[0] is not errors[1]
-    assert [type(seen) for seen in up.seen[-2:]] == [EngineDeadError, str]
+    assert [type(seen) for seen in up.seen] == [EngineDeadError]
     assert len(up.requests) == 0
     up.requests.leave(lives[0])
     assert up.core.sent == []
@@ -205,3 +232,25 @@ async def test_a_gap_in_one_request_kills_the_engine(up: HandlerSetUp) -> None:
     assert (await live.collector.receive()).outputs[0].token_ids == [1]
     with pytest.raises(EngineDeadError, match="has 1 tokens and got a row that starts at 3"):
         await live.collector.receive()
+
+
+async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_messages(
+    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trio_llm.frontend.output_handler._SLICE_ROWS", 1)
+    cores = [ScriptedCore(index) for index in range(2)]
+    engines = [Engine(index, core, EngineConfig()) for index, core in enumerate(cores)]
+    recorder = StatisticsRecorder([], num_engines=2)
+    registry = RequestRegistry(engines, recorder, AdmissionLedger(AdmissionLimits()))
+    registry.processor = OutputProcessor(Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table)
+    params = SamplingParams(max_tokens=9, seed=1)
+    requests = [registry.submit(EngineCoreRequest(f"r-{i}", [1], params), f"r-{i}", 0.0) for i in range(6)]
+    for index, core in enumerate(cores):
+        for step in range(2):
+            rows = [a_row(f"r-{i}", step, 65) for i in range(index, 6, 2)]
+            core.say(EngineCoreOutputs(1, step + 1, 0.0, rows, engine_index=index, weight_version=f"of {index}"))
+        nursery.start_soon(OutputHandler(engines[index], registry, recorder, KVEventHub(2)).run)
+    await wait_all_tasks_blocked()
+
+    versions = {(request.engine_index, request.state.weight_version) for request in requests}
+    assert versions == {(0, "of 0"), (1, "of 1")}

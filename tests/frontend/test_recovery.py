@@ -11,11 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock
 
+from tests.support.asking import ask
+from tests.support.request_checks import open_checked_llm
 from trio_llm import RequestOutputKind, SamplingParams
 from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError
 from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.outputs import RequestOutput
-from trio_llm.testing import FakeLLM, open_fake_llm
+from trio_llm.testing import FakeLLM
 
 FOREVER_S = 100_000.0
 """Of the mock clock."""
@@ -23,12 +25,6 @@ FOREVER_S = 100_000.0
 
 def restarting(**more: Any) -> dict[str, Any]:
     return {"on_engine_death": "restart", "step_s": 0.01, "max_engine_restarts": 100, **more}
-
-
-async def read(llm: FakeLLM, prompt: str, params: SamplingParams) -> list[RequestOutput]:
-    with trio.fail_after(FOREVER_S):
-        async with llm.generate(prompt, params) as stream:
-            return [output async for output in stream]
 
 
 def whole(outputs: list[RequestOutput]) -> dict[int, tuple[list[int], str, int, str | None]]:
@@ -58,8 +54,8 @@ REQUESTS = [
 
 
 async def undisturbed() -> list[dict[int, tuple[list[int], str, int, str | None]]]:
-    async with open_fake_llm() as llm:
-        return [whole(await read(llm, prompt, params)) for prompt, params in REQUESTS]
+    async with open_checked_llm() as llm:
+        return [whole(await ask(llm, prompt, params)) for prompt, params in REQUESTS]
 
 
 @pytest.mark.parametrize("fault", ["kill", "drop", "stall"])
@@ -69,10 +65,10 @@ async def test_nobody_loses_or_repeats_a_token_however_often_engines_fail(
 ) -> None:
     expected = await undisturbed()
     results: dict[int, dict[int, tuple[list[int], str, int, str | None]]] = {}
-    async with open_fake_llm(**restarting(stall_timeout_s=5.0)) as llm:
+    async with open_checked_llm(**restarting(stall_timeout_s=5.0)) as llm:
 
         async def run(number: int) -> None:
-            results[number] = whole(await read(llm, *REQUESTS[number]))
+            results[number] = whole(await ask(llm, *REQUESTS[number]))
 
         async def disturb() -> None:
             for _ in range(4):
@@ -96,7 +92,7 @@ async def test_nobody_loses_or_repeats_a_token_however_often_engines_fail(
 
 
 async def test_a_request_that_comes_while_there_is_no_engine_waits_for_the_next(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(answer="Hi", **restarting()) as llm:
+    async with open_checked_llm(answer="Hi", **restarting()) as llm:
         llm.kill()
         await wait_for(llm, "recovering")
 
@@ -112,7 +108,7 @@ async def wait_for(llm: FakeLLM, state: str) -> None:
 
 
 async def test_a_reader_that_leaves_while_there_is_no_engine_leaves_nothing(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(**restarting()) as llm:
+    async with open_checked_llm(**restarting()) as llm:
         async with llm.generate("Hello", SamplingParams(n=2, seed=1)) as stream:
             await anext(stream)
             llm.kill()
@@ -128,7 +124,7 @@ async def test_a_reader_that_leaves_while_there_is_no_engine_leaves_nothing(auto
 async def test_the_status_tells_why_the_engine_is_started_again_and_health_says_no_until_it_is(
     autojump_clock: MockClock,
 ) -> None:
-    async with open_fake_llm(**restarting()) as llm:
+    async with open_checked_llm(**restarting()) as llm:
         llm.kill("the device is lost")
         await wait_for(llm, "recovering")
         assert "the device is lost" in (llm.status.reason or "")
@@ -141,7 +137,7 @@ async def test_the_status_tells_why_the_engine_is_started_again_and_health_says_
 async def test_when_no_restart_is_left_every_reader_gets_what_it_is_owed_then_the_root_cause(
     autojump_clock: MockClock,
 ) -> None:
-    async with open_fake_llm(**restarting(max_engine_restarts=1)) as llm:
+    async with open_checked_llm(**restarting(max_engine_restarts=1)) as llm:
         async with llm.generate("Hello") as stream:
             await anext(stream)
             for _ in range(2):
@@ -160,17 +156,17 @@ async def test_a_request_that_kills_every_engine_ends_with_an_error_and_its_neig
     autojump_clock: MockClock,
 ) -> None:
     params = SamplingParams(seed=1, max_tokens=20)
-    async with open_fake_llm() as llm:
-        expected = [whole(await read(llm, f"neighbour {i}", params)) for i in range(15)]
+    async with open_checked_llm() as llm:
+        expected = [whole(await ask(llm, f"neighbour {i}", params)) for i in range(15)]
     results: dict[int, object] = {}
-    async with open_fake_llm(**restarting(killer_prompt=ord("!"))) as llm:
+    async with open_checked_llm(**restarting(killer_prompt=ord("!"))) as llm:
 
         async def run(number: int) -> None:
-            results[number] = whole(await read(llm, f"neighbour {number}", params))
+            results[number] = whole(await ask(llm, f"neighbour {number}", params))
 
         async def run_the_killer() -> None:
             with pytest.raises(EngineGenerateError, match="engines die of this request"):
-                await read(llm, "! boom", params)
+                await ask(llm, "! boom", params)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run_the_killer)
@@ -206,17 +202,17 @@ async def test_a_session_goes_on_in_another_engine_with_the_same_tokens(autojump
         await llm.assert_idle()
         return answers
 
-    async with open_fake_llm(step_s=0.01) as llm:
+    async with open_checked_llm(step_s=0.01) as llm:
         expected = await converse(llm, set())
     for kills in ({"before 0"}, {"before 2"}, {"during 0"}, {"during 1", "during 3"}, {"before 1", "during 1"}):
-        async with open_fake_llm(**restarting()) as llm:
+        async with open_checked_llm(**restarting()) as llm:
             assert await converse(llm, kills) == expected
 
 
 async def test_an_engine_that_says_nothing_is_killed_after_the_stall_timeout_also_when_idle(
     autojump_clock: MockClock,
 ) -> None:
-    async with open_fake_llm(**restarting(stall_timeout_s=20.0)) as llm:
+    async with open_checked_llm(**restarting(stall_timeout_s=20.0)) as llm:
         await trio.sleep(1000)
         assert llm.statistics().num_restarts == 0, "an idle engine does not stall"
         llm.stall()
@@ -232,7 +228,7 @@ async def test_an_engine_whose_steps_are_longer_than_the_stall_timeout_is_the_on
     autojump_clock: MockClock,
 ) -> None:
     for step_s, num_restarts in ((15.0, 0), (25.0, 1)):
-        async with open_fake_llm(**restarting(stall_timeout_s=20.0)) as llm:
+        async with open_checked_llm(**restarting(stall_timeout_s=20.0)) as llm:
             llm.slow(step_s)
             async with llm.generate("Hello") as stream:
                 with trio.move_on_after(24):
@@ -242,7 +238,7 @@ async def test_an_engine_whose_steps_are_longer_than_the_stall_timeout_is_the_on
 
 
 async def test_the_last_frame_of_all_is_missed_too(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(answer="Hi", **restarting()) as llm:
+    async with open_checked_llm(answer="Hi", **restarting()) as llm:
         async with llm.generate("Hello") as stream:
             text = (await anext(stream)).outputs[0].text
             await trio.sleep(0.005)
@@ -254,7 +250,7 @@ async def test_the_last_frame_of_all_is_missed_too(autojump_clock: MockClock) ->
 
 
 async def test_a_call_that_waits_for_an_answer_gets_it_from_the_next_engine(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(**restarting()) as llm:
+    async with open_checked_llm(**restarting()) as llm:
         llm.stall()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(llm.is_sleeping)
@@ -263,7 +259,7 @@ async def test_a_call_that_waits_for_an_answer_gets_it_from_the_next_engine(auto
 
 
 async def test_a_look_at_the_health_of_an_engine_that_dies_meanwhile_finds_it_dead(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(**restarting()) as llm:
+    async with open_checked_llm(**restarting()) as llm:
         llm.stall()
         async with trio.open_nursery() as nursery:
 
@@ -278,12 +274,12 @@ async def test_a_look_at_the_health_of_an_engine_that_dies_meanwhile_finds_it_de
 
 
 async def test_a_deadline_goes_on_while_there_is_no_engine(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(max_num_seqs=1, **restarting()) as llm:
+    async with open_checked_llm(max_num_seqs=1, **restarting()) as llm:
         async with llm.generate("first", SamplingParams(max_tokens=200)) as stream:
             await anext(stream)
             with trio.move_on_after(0.2) as scope:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(read, llm, "late", SamplingParams())
+                    nursery.start_soon(ask, llm, "late", SamplingParams())
                     await trio.sleep(0.1)
                     llm.kill()
             assert scope.cancelled_caught
@@ -298,7 +294,7 @@ def test_deaths_at_any_time_change_no_output_kind(kills_s: list[float], kind: Re
     params = SamplingParams(seed=1, max_tokens=50, n=2, output_kind=kind)
 
     async def last(disturbed: bool) -> list[tuple[int, list[int], str, str | None]]:
-        async with open_fake_llm(**restarting()) as llm:
+        async with open_checked_llm(**restarting()) as llm:
 
             async def disturb() -> None:
                 for delay_s in kills_s if disturbed else ():
@@ -307,7 +303,7 @@ def test_deaths_at_any_time_change_no_output_kind(kills_s: list[float], kind: Re
 
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(disturb)
-                found = whole(await read(llm, "Hello", params))
+                found = whole(await ask(llm, "Hello", params))
                 nursery.cancel_scope.cancel()
             if kind is RequestOutputKind.CUMULATIVE:
                 return []
@@ -319,7 +315,7 @@ def test_deaths_at_any_time_change_no_output_kind(kills_s: list[float], kind: Re
 
 
 async def test_loading_refuses_and_recovering_does_not(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(wait_until_ready=False, **restarting()) as llm:
+    async with open_checked_llm(wait_until_ready=False, **restarting()) as llm:
         with pytest.raises(EngineUnavailableError):
             llm.check_admission()
         await llm.wait_until_ready()

@@ -9,11 +9,12 @@ import pytest
 import trio
 from trio.testing import MockClock
 
+from tests.support.request_checks import open_checked_llm
 from trio_llm import SamplingParams
 from trio_llm.errors import EngineGenerateError, EngineStartupError, InvalidRequestError
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
-from trio_llm.testing import FakeLLM, open_fake_llm
+from trio_llm.testing import FakeLLM
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig, ToEngine, UtilityCall
 
 BOUND_S = 10_000.0
@@ -45,13 +46,13 @@ async def test_a_tokenizer_that_cannot_be_read_is_an_error_at_once_and_no_reason
     monkeypatch.setattr(FakeLLM, "_load_renderer", fail)
 
     with trio.fail_after(BOUND_S), pytest.raises(EngineStartupError, match="the tokenizer is broken"):
-        async with open_fake_llm(**restarting()):
+        async with open_checked_llm(**restarting()):
             pytest.fail("it was opened")
     assert trio.current_time() < 0.5, "it was started again"
 
 
 async def test_a_call_without_a_form_on_the_wire_is_refused_while_there_is_no_engine(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(answer="Hi", **restarting()) as llm:
+    async with open_checked_llm(answer="Hi", **restarting()) as llm:
         llm.kill()
         await wait_for(llm, "recovering")
 
@@ -72,7 +73,7 @@ async def test_time_without_an_engine_counts_in_a_deadline_at_every_death(
         if isinstance(message, EngineCoreRequest) and message.prompt_token_ids == list(b"waits"):
             told.append(message.deadline_s)
 
-    async with open_fake_llm(**restarting()) as llm:
+    async with open_checked_llm(**restarting()) as llm:
         monkeypatch.setattr(llm, "_remember", see)  # what each engine is told
         await llm.pause_generation(mode="keep")
         with trio.move_on_after(60) as scope:
@@ -93,7 +94,7 @@ async def test_time_without_an_engine_counts_in_a_deadline_at_every_death(
 
 
 async def test_a_request_that_is_given_up_counts_as_an_error(autojump_clock: MockClock) -> None:
-    async with open_fake_llm(**restarting(step_s=1.0)) as llm:
+    async with open_checked_llm(**restarting(step_s=1.0)) as llm:
         async with llm.generate("poison", SamplingParams(n=2, seed=1, max_tokens=3)) as stream:
             for _ in range(3):
                 await lose_engine(llm)
@@ -109,7 +110,7 @@ async def test_a_suspect_that_is_dropped_for_its_deadline_does_not_hold_up_the_n
     autojump_clock: MockClock,
 ) -> None:
     async with (
-        open_fake_llm(**restarting(max_num_seqs=1)) as llm,
+        open_checked_llm(**restarting(max_num_seqs=1)) as llm,
         llm.generate("busy with this", SamplingParams(max_tokens=2000, ignore_eos=True)) as busy,
     ):
         await anext(busy)
@@ -120,8 +121,8 @@ async def test_a_suspect_that_is_dropped_for_its_deadline_does_not_hold_up_the_n
                     for _ in range(2):
                         await lose_engine(llm)
                         await anext(busy)
-                    _, first, second = (request.state for request in llm._live.in_flight.values())
-                    resumption = llm._live._engines[0]._resumption
+                    _, first, second = (request.state for request in llm._registry.in_flight.values())
+                    resumption = llm._registry._engines[0]._resumption
                     assert resumption.on_trial is first
 
                     await trio.sleep(10)
@@ -133,7 +134,7 @@ async def test_a_suspect_that_is_dropped_for_its_deadline_does_not_hold_up_the_n
 async def test_an_engine_may_take_long_to_be_brought_to_where_the_dead_one_was(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async with open_fake_llm(answer="Hi", **restarting(stall_timeout_s=4.0)) as llm:
+    async with open_checked_llm(answer="Hi", **restarting(stall_timeout_s=4.0)) as llm:
         await llm.update_weights("/tmp", version="2")
         remember = llm._remember
 

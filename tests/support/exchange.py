@@ -10,15 +10,15 @@ from typing import Any
 
 import trio
 
-from tests.support.http_server import CHAT, COMPLETION
+from tests.support.http_server import BODIES
 from trio_llm.config import ServerConfig
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.routes import create_routes
 from trio_llm.frontend.http.server.shell import ASGIApp, Message, Scope, Shell
 
-PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": COMPLETION}
-"""Of the generating routes, each with a body to which fields are added."""
+PATHS = {path: BODIES[path] for path in ("/v1/chat/completions", "/v1/completions")}
+"""The generating paths, each with a body that it takes."""
 
 
 class Exchange:
@@ -76,7 +76,7 @@ class Exchange:
 
 
 class Post(Exchange):
-    """One generating request to the routes, in memory."""
+    """One request to the model over the routes, in memory."""
 
     def __init__(
         self, client: EngineClient, path: str = "/v1/completions", *, header: str | None = None, **fields: Any
@@ -86,7 +86,7 @@ class Post(Exchange):
             headers.append((b"x-request-timeout", header.encode("latin-1")))
         super().__init__(
             create_routes(client, ServerConfig(), RunningRequests()),
-            body=json.dumps({**PATHS[path], **fields}).encode(),
+            body=json.dumps({**BODIES[path], **fields}).encode(),
             method="POST",
             path=path,
             headers=headers,
@@ -95,7 +95,7 @@ class Post(Exchange):
 
     @property
     def error(self) -> dict[str, Any]:
-        """Of an answer that is an error."""
+        """The error that the answer is."""
         error: dict[str, Any] = json.loads(self.body)["error"]
         assert error["code"] == self.status
         return error

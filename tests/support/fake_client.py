@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections.abc import AsyncIterable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from types import TracebackType
 from typing import Any
 
@@ -19,8 +20,8 @@ from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.text.detokenizer import TokenTable
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, PoolingOutput, RequestOutput, TokenLogprobs
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
@@ -58,8 +59,15 @@ class Of:
     step: str | Held | End
 
 
+class Together(tuple[Of, ...]):
+    """Steps of several choices in one output, as when the reader was away."""
+
+    def __new__(cls, *steps: Of) -> Together:
+        return super().__new__(cls, steps)
+
+
 HANG = "hang"
-Step = str | Held | End | Of | Pause | Exception | trio.Event
+Step = str | Held | End | Of | Together | Pause | Exception | trio.Event
 """Text of one token; an error to raise; an event to wait for; HANG waits for an abort. With n > 1 each choice needs an
 end."""
 
@@ -83,8 +91,24 @@ CHAT_TEMPLATE = ChatTemplate(
 )
 
 
+NUM_IDS = 4096
+"""Ids of the fake tokenizer: one per byte, then one per text of a script, as they come."""
+
+
 class FakeRenderer:
-    """One token a character. Conversations go through a real template, with the real rules for messages."""
+    """One token per character. Conversations go through a real template, with the real rules for messages."""
+
+    def __init__(self, client: FakeClient) -> None:
+        bytes_by_id = [chr(token_id).encode() for token_id in range(256)]
+        bytes_by_id += [text.encode() for text in client.vocabulary()]
+        bytes_by_id += [b""] * (NUM_IDS - len(bytes_by_id))
+        self.token_table = TokenTable(
+            logits_width=NUM_IDS,
+            bytes_by_id=bytes_by_id,
+            special_ids=frozenset({1}),
+            scheme="bytes",
+            decode=lambda token_ids, skips: "",
+        )
 
     async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
         await trio.lowlevel.checkpoint()
@@ -158,6 +182,8 @@ class FakeClient(EngineClient):
         """By the first token of a prompt: what is pooled of it, or goes wrong, or is waited for. Else its length."""
         self.num_pooling = 0
         """Now."""
+        self._ids: dict[str, int] = {}
+        self.vocabulary()
         self._idle = trio.Condition()
 
     @property
@@ -168,17 +194,23 @@ class FakeClient(EngineClient):
     @property
     def renderer(self) -> Renderer:
         self._check_loaded()
-        fake: Any = FakeRenderer()
+        fake: Any = FakeRenderer(self)
         renderer: Renderer = fake
         return renderer
+
+    def vocabulary(self) -> dict[str, int]:
+        """The token ids of all texts of the scripts."""
+        steps = chain(self.script, *self.scripts)
+        for step in chain.from_iterable(step if isinstance(step, Together) else (step,) for step in steps):
+            inner = step.step if isinstance(step, Of) else step
+            text = inner.text if isinstance(inner, End) else inner.token if isinstance(inner, Held) else inner
+            if isinstance(text, str):
+                self._ids.setdefault(text, 256 + len(self._ids))
+        return self._ids
 
     def _check_loaded(self) -> None:
         if self.state.state == "loading":
             raise EngineUnavailableError("the engine is loading", retry_after_s=3)
-
-    @property
-    def input_processor(self) -> InputProcessor:
-        raise NotImplementedError
 
     def generate(
         self,
@@ -352,10 +384,20 @@ class _FakeStream:
         self.script.pop(0)
         if isinstance(step, Exception):
             raise step
-        if isinstance(step, Of):
-            return self._output_of(step.index, step.step)
-        assert isinstance(step, str | Held | End)
-        return self._output_of(0, step)
+        return self._merged(step if isinstance(step, Together) else (step,))
+
+    def _merged(self, steps: Sequence[Step]) -> RequestOutput:
+        """One output of all these steps."""
+        outputs = []
+        for step in steps:
+            index, one = (step.index, step.step) if isinstance(step, Of) else (0, step)
+            assert isinstance(one, str | Held | End)
+            outputs.append(self._output_of(index, one))
+        first, *others = outputs
+        for other in others:
+            first.outputs += other.outputs
+            first.finished = other.finished
+        return first
 
     def _output_of(self, index: int, step: str | Held | End) -> RequestOutput:
         if isinstance(step, End):
@@ -365,12 +407,12 @@ class _FakeStream:
         return self._output(step, [step], None, index)
 
     def _output(self, text: str, tokens: list[str], end: End | None, index: int) -> RequestOutput:
-        wanted = self.asked.params.logprobs
+        wanted, ids = self.asked.params.logprobs, self.client.vocabulary()
         completion = CompletionOutput(
             index=index,
             text=text,
-            token_ids=[len(token) for token in tokens],
-            logprobs=None if wanted is None else [_logprobs(token, wanted) for token in tokens],
+            token_ids=[ids[token] for token in tokens],
+            logprobs=None if wanted is None else [_logprobs(token, ids[token], wanted) for token in tokens],
             finish_reason=end.finish_reason if end else None,
             stop_reason=end.stop_reason if end else None,
         )
@@ -401,8 +443,8 @@ def _append(whole: RequestOutput, more: RequestOutput) -> None:
     one.finish_reason, one.stop_reason = new.finish_reason, new.stop_reason
 
 
-def _logprobs(token: str, top: int) -> TokenLogprobs:
-    sampled = Logprob(token_id=len(token), logprob=-0.5, rank=1, token=token, token_bytes=token.encode())
+def _logprobs(token: str, token_id: int, top: int) -> TokenLogprobs:
+    sampled = Logprob(token_id=token_id, logprob=-0.5, rank=1, token=token, token_bytes=token.encode())
     others = tuple(
         Logprob(token_id=100 + i, logprob=-1.0 - i, rank=2 + i, token=f"t{i}", token_bytes=b"t%d" % i)
         for i in range(top - 1)

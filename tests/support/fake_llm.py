@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from typing import Any
 
+from tests.support.request_checks import checked_requests
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.testing import fake_llm
 from trio_llm.testing.answers import END, LOGITS_WIDTH
@@ -36,12 +38,15 @@ async def open_fake_llm(
     wait_until_ready: bool = True,
     **settings: Any,
 ) -> AsyncIterator[FakeSetUp]:
-    """`engine` and `settings`: as `trio_llm.testing.open_fake_llm`."""
+    """`engine` and `settings`: as `trio_llm.testing.open_fake_llm`. Requests are checked after every step of a task."""
     settings = {"num_gpu_blocks_override": num_blocks, **(engine or {}), **settings}
     async with fake_llm.open_fake_llm(wait_until_ready=wait_until_ready, **settings) as llm:
         llm._executor._choices = [token_id for token_id in range(LOGITS_WIDTH) if token_id != END]
         if wait_until_ready:
             # FakeLLM's own has no threads; here they are under test, too.
             own = llm.renderer
-            llm._renderer = Renderer(own.tokenizer, own._template, max_model_len=own._max_model_len)
-        yield FakeSetUp(llm)
+            renderer = Renderer(own.tokenizer, own._template, max_model_len=own._max_model_len)
+            assert llm._model is not None
+            llm._model = replace(llm._model, renderer=renderer)
+        with checked_requests(llm):
+            yield FakeSetUp(llm)

@@ -16,8 +16,8 @@ import h11
 import trio
 import trio.testing
 
-from tests.support.fake_client import FakeClient
 from trio_llm.config import ServerConfig
+from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.http.server.listeners import open_listeners
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
@@ -128,7 +128,8 @@ class Connection:
 
 @dataclass
 class Server:
-    client: FakeClient
+    client: Any
+    """An EngineClient, often a fake one with more to look at."""
     url: str
     port: int
     stop: trio.Event
@@ -152,20 +153,32 @@ class Server:
             await connection.request(method, path, body, headers)
             return await connection.reply()
 
+    async def ask(self, path: str, **fields: Any) -> Reply:
+        """A good request to a path of `BODIES`, with these fields added."""
+        return await self.call("POST", path, {**BODIES[path], **fields})
+
     async def chat(self, **fields: Any) -> Reply:
-        return await self.call("POST", "/v1/chat/completions", {**CHAT, **fields})
+        return await self.ask("/v1/chat/completions", **fields)
 
     async def complete(self, **fields: Any) -> Reply:
-        return await self.call("POST", "/v1/completions", {**COMPLETION, **fields})
+        return await self.ask("/v1/completions", **fields)
 
 
 CHAT: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}]}
 COMPLETION: dict[str, Any] = {"prompt": "Once"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": CHAT,
+    "/v1/completions": COMPLETION,
+    "/v1/embeddings": {"input": "Once"},
+    "/pooling": {"input": "Once"},
+    "/score": {"text_1": "Once", "text_2": ["Twice", "more"]},
+}
+"""Each path that asks the model, with a body that it takes."""
 
 
 @asynccontextmanager
 async def open_server(
-    client: FakeClient, *, metrics: PrometheusStatLogger | None = None, **settings: Any
+    client: EngineClient, *, metrics: PrometheusStatLogger | None = None, **settings: Any
 ) -> AsyncIterator[Server]:
     """A server for `client`. It is cancelled at the end unless the test has stopped it."""
     config = ServerConfig(port=0, **settings)
@@ -182,3 +195,9 @@ async def open_server(
         server.port = int(server.url.rpartition(":")[2])
         yield server
         nursery.cancel_scope.cancel()
+
+
+async def ask(client: EngineClient, path: str, **fields: Any) -> Reply:
+    """`Server.ask` of a server for `client` that is there for this one request."""
+    async with open_server(client) as server:
+        return await server.ask(path, **fields)

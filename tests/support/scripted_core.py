@@ -23,6 +23,13 @@ class ScriptedCore:
         self.kill_reason: str | None = None
         self._send, self._receive = trio.open_memory_channel[list[FromEngine]](math.inf)
 
+    @property
+    def is_dead(self) -> bool:
+        return self.kill_reason is not None
+
+    def can_run(self, *, has_begun: bool) -> bool:
+        return True
+
     async def run(self) -> None:
         await trio.sleep_forever()
 

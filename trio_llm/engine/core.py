@@ -47,11 +47,19 @@ class EngineCore:
     Args:
         executor: a loaded model.
         config: budget, sequences and credit.
-        epoch: count of this incarnation, put into every message.
+        epoch, engine_index: which incarnation of which engine this is; put into every message.
         clock: seconds; for deadlines, for the time in messages, and to measure steps.
     """
 
-    def __init__(self, executor: Executor, config: EngineConfig, *, epoch: int, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        epoch: int,
+        engine_index: int = 0,
+        clock: Callable[[], float],
+    ) -> None:
         self._executor = executor
         self._clock = clock
         self._scheduler = Scheduler(SchedulerLimits.of(executor.info, config))
@@ -63,7 +71,7 @@ class EngineCore:
             budget=_make_step_budget(executor.info, config),
             clock=clock,
         )
-        self._outbox = Outbox(epoch=epoch, credit_steps=config.credit_steps)
+        self._outbox = Outbox(epoch=epoch, engine_index=engine_index, credit_steps=config.credit_steps)
         self._sealed: list[EngineCoreOutputs] = []
         """Messages that are complete and not taken yet."""
         self._control_calls = ControlCalls(
@@ -72,11 +80,12 @@ class EngineCore:
 
     def ready(self) -> Ready:
         """The message that opens this engine for requests."""
-        return Ready(self._outbox.epoch, self._executor.info)
+        return Ready(self._outbox.epoch, self._executor.info, self._outbox.engine_index)
 
     def heartbeat(self) -> Heartbeat:
         """The message that shows that the loop turns."""
-        return Heartbeat(self._outbox.epoch, self._outbox.num_sent, self._pipeline.num_retired)
+        outbox = self._outbox
+        return Heartbeat(outbox.epoch, outbox.num_sent, self._pipeline.num_retired, outbox.engine_index)
 
     @property
     def has_credit(self) -> bool:

@@ -14,12 +14,13 @@ class Outbox:
     """Rows and results go in, messages come out, each with what there was when it was sealed.
 
     Args:
-        epoch: count of this incarnation, put into every message.
+        epoch, engine_index: which incarnation of which engine this is; put into every message.
         credit_steps: messages that the front end may be behind.
     """
 
-    def __init__(self, *, epoch: int, credit_steps: int) -> None:
+    def __init__(self, *, epoch: int, engine_index: int, credit_steps: int) -> None:
         self.epoch = epoch
+        self.engine_index = engine_index
         self.num_sent = 0
         """Messages sealed so far."""
         self.rows: list[EngineCoreOutput] = []
@@ -50,6 +51,7 @@ class Outbox:
         self.num_sent += 1
         return EngineCoreOutputs(
             epoch=self.epoch,
+            engine_index=self.engine_index,
             step=self.num_sent,
             timestamp=now_s,
             outputs=rows,

@@ -44,10 +44,10 @@ def main() -> NoReturn:
         _serve(boot, link)
     except TrioLLMError as error:
         # The operator's to mend: one line, no traceback.
-        link.send(EngineDead(boot.epoch, str(error)))
+        link.send(EngineDead(boot.epoch, str(error), boot.engine_index))
     except BaseException as error:
         traceback.print_exc()
-        link.send(EngineDead(boot.epoch, f"{type(error).__name__}: {error}"))
+        link.send(EngineDead(boot.epoch, f"{type(error).__name__}: {error}", boot.engine_index))
     link.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -56,11 +56,11 @@ def main() -> NoReturn:
 
 def _serve(boot: EngineBoot, link: EngineLink) -> None:
     def tell(phase: str, done: int, total: int) -> None:
-        link.send(Progress(boot.epoch, phase, done, total))
+        link.send(Progress(boot.epoch, phase, done, total, boot.engine_index))
 
     tell("starting", 0, 0)
     executor = _load(boot.config, tell)
-    core = EngineCore(executor, boot.config, epoch=boot.epoch, clock=time.monotonic)
+    core = EngineCore(executor, boot.config, epoch=boot.epoch, engine_index=boot.engine_index, clock=time.monotonic)
     link.send(core.ready())
     run_loop(core, link)
 

@@ -1,58 +1,34 @@
-"""EngineClient: the whole interface between whoever serves a model and whoever uses it.
+"""EngineClient: the interface to a model that is served somewhere.
 
-Routes talk to nothing else. `AsyncLLM` implements it over local engine processes. The names are vLLM's.
+The HTTP routes use nothing else. `AsyncLLM` implements it over local engine processes. The names are vLLM's.
 """
 
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterable, AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trio_llm.errors import EngineDeadError, NotSupportedError
 from trio_llm.frontend.control.status import EngineStatus
-from trio_llm.frontend.library.library import LibraryCalls
-from trio_llm.outputs import PoolingOutput, RequestOutput
+from trio_llm.outputs import PoolingOutput
 
 if TYPE_CHECKING:
     from trio_llm.config import EngineConfig
     from trio_llm.frontend.kv_events import KVEventBatches
     from trio_llm.frontend.rendering.renderer import Renderer
-    from trio_llm.frontend.requests.input_processor import InputProcessor
     from trio_llm.frontend.requests.sessions import StreamingInput
+    from trio_llm.frontend.requests.stream import RequestStream
     from trio_llm.frontend.statistics.totals import EngineStatistics
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import SamplingParams
     from trio_llm.wire.messages import ModelConfig, PlainValue
 
-__all__ = ["EngineClient", "RequestStream"]
+__all__ = ["EngineClient"]
 
 
-class RequestStream(Protocol):
-    """What `generate()` returns: an async context manager that is an async iterator inside.
-
-    Entering admits the request; overload and bad input raise there. Leaving, by any way, aborts what is unfinished.
-    """
-
-    @property
-    def request_id(self) -> str:
-        """The caller's id of the request, or the one made for the caller."""
-        ...
-
-    async def __aenter__(self) -> RequestStream: ...
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> bool | None: ...
-
-    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
-
-    async def __anext__(self) -> RequestOutput: ...
-
-
-class EngineClient(LibraryCalls):
+class EngineClient(abc.ABC):
     """A model to generate with, wherever it runs."""
 
     config: EngineConfig
@@ -70,11 +46,6 @@ class EngineClient(LibraryCalls):
     @abc.abstractmethod
     def renderer(self) -> Renderer:
         """Chat messages and text to token ids, with the loaded model's tokenizer. Raises as `model_config`."""
-
-    @property
-    @abc.abstractmethod
-    def input_processor(self) -> InputProcessor:
-        """Checks requests against the loaded model. Raises as `model_config`."""
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -94,23 +65,15 @@ class EngineClient(LibraryCalls):
 
         Args:
             params: None: all defaults.
-            request_id: the caller's, 1 to 256 characters; need not be unique. None: one is made.
-            priority: whom to serve first, the lower one; 64 bits.
-            cache_salt: 1 to 256 characters; what was computed of prompts is shared only among requests with the same
-                one. None: with all that have none.
+            request_id: the caller's id, 1 to 256 characters; need not be unique. None: one is made.
+            priority: requests with a lower one are served first; 64 bits.
+            cache_salt: 1 to 256 characters; only requests with the same salt share what is computed of their prompts.
+                None: shared with all requests that have none.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
-        begun by then, and takes it again if the stream is read all the same.
+        begun by then, and gets it again if the stream is read on all the same.
 
-        With an async iterable as the prompt, the request is a session: each input continues what the one before, its
-        answer included (the token that ended it, too), has left in the engine's cache, which is not computed again
-        unless others needed the room. The next input is asked for when the reader has taken the end of an answer: an
-        output with its finish reason and `finished=False`. After the last one an output with nothing new, the same
-        finish reason and `finished=True` ends the stream; CUMULATIVE gives all of the newest answer. What is wrong
-        with an input, and what the iterable itself raises, is raised by the stream. The deadline does not go with a
-        session. The iterable is read in a task of the engine's; an async generator is closed at the end. An input for
-        which `max_num_queued_tokens` has no room waits for it, and is not refused. `drain()` ends a session by the
-        finish reason `abort`, after the answer that is under way, if there is one.
+        With an async iterable as the prompt, the request is a session: see `StreamingInput`.
 
         Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
         which costs at most the step in flight.
@@ -235,13 +198,13 @@ class EngineClient(LibraryCalls):
     def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
         """What enters and leaves the engine's prefix cache from now on, for routers with prefix affinity.
 
-        Use: `async with llm.kv_events() as batches: async for batch in batches: ...`, each batch with its `events`:
+        Use: `async with llm.kv_events() as batches: async for batch in batches: ...`. Each batch has `events`:
         `BlockStored`, `BlockRemoved` and `AllBlocksCleared`. Applied in order they give the hashes of the blocks that
-        can be found; who subscribes before the first request misses none.
+        can be found; a subscription before the first request misses none.
 
         Args:
-            max_unread: batches that wait for a subscriber at most; at least 1. One that is slower gets
-                KVEventsLostError after them, and may subscribe again.
+            max_unread: how many batches may wait for this subscriber; at least 1. One more, and it gets
+                KVEventsLostError after them; it may subscribe again.
 
         Cancellation: leaving the block, by any way, ends the subscription.
 
@@ -249,8 +212,8 @@ class EngineClient(LibraryCalls):
             NotSupportedError: the engine was opened without `EngineConfig(kv_events=True)`.
 
         Raises (on entering):
-            EngineDeadError: the engine is gone; later, the iteration ends with it. One that is started again has an
-                empty cache, and begins with `AllBlocksCleared`.
+            EngineDeadError: the engine is gone; the iteration, too, ends with it. An engine that is started again has
+                an empty cache, and its events begin with `AllBlocksCleared`.
         """
         self._refuse("kv_events")
 
@@ -258,14 +221,14 @@ class EngineClient(LibraryCalls):
     def do_log_stats(self) -> None:
         """Write one line of statistics to the log now."""
 
-    # ------------------------------------------------------------- control; where there is none: NotSupportedError
+    # --------------------------------------- control; NotSupportedError from clients that do not implement a method
     #
     # Calls that change something are made one after the other, in the order in which they came, between two steps of
-    # the engine. Each is idempotent. Cancelled before its turn, a call is not made; after that, it is carried out all
+    # the engine. Each is idempotent. A call that is cancelled before its turn is not made; later it is carried out all
     # the same. Each raises EngineUnavailableError while the model loads, and EngineDeadError when the engine is gone.
 
     async def sleep(self, level: int = 1) -> None:
-        """Give the memory of the KV cache back, and that of the weights on the device, until `wake_up`.
+        """Give back the memory of the KV cache, and the weights' memory on the device, until `wake_up`.
 
         Level 1 keeps the weights in host memory, level 2 drops them. Running requests wait, and are computed again from
         their first token on; new ones are refused with EngineUnavailableError.
@@ -321,9 +284,9 @@ class EngineClient(LibraryCalls):
     async def collective_rpc(
         self, method: str, args: Sequence[PlainValue] = (), *, timeout_s: float | None = None
     ) -> list[Any]:
-        """Ask every worker, by the name of a method in its table. Returns one answer a worker.
+        """Call a method on every worker. Returns one answer per worker.
 
-        The names: `ping`, `memory_info` (bytes), `model_info`, `check_scheduler`.
+        The methods: `ping`, `memory_info` (bytes), `model_info`, `check_scheduler`.
 
         Args:
             timeout_s: up to a day.
@@ -331,8 +294,7 @@ class EngineClient(LibraryCalls):
         Cancellation: the answer is dropped.
 
         Raises:
-            InvalidRequestError: there is no such method, which the text says with those there are, or it takes no such
-                arguments.
+            InvalidRequestError: there is no such method (the text lists those there are), or it takes other arguments.
             EngineGenerateError: it failed.
             RequestTimeoutError: no answer came in time.
         """
@@ -352,16 +314,17 @@ class EngineClient(LibraryCalls):
         self._refuse("stop_profile")
 
     async def update_weights(self, path: str, *, version: str) -> None:
-        """Take the weights of a directory in Hugging Face form, of the same architecture, for all tokens from now on.
+        """Compute all tokens from now on with other weights of the same architecture.
 
-        Running requests go on, their first tokens computed again; what was cached is forgotten. All is checked before
-        anything is changed.
+        Running requests go on, and their tokens so far are computed again; the prefix cache is emptied. All is checked
+        before anything is changed.
 
         Args:
+            path: a directory in Hugging Face form.
             version: what `RequestOutput.weight_version` says from now on; up to 256 characters.
 
         Raises:
-            InvalidRequestError: the directory has no such weights, or those that are there sleep. Nothing has changed.
+            InvalidRequestError: the directory has no such weights, or the weights sleep now. Nothing has changed.
         """
         self._refuse("update_weights")
 

@@ -1,6 +1,6 @@
-"""KVEventHub: passes on what enters and leaves the engine's prefix cache, to each subscriber all of it.
+"""KVEventHub: passes on what enters and leaves the engines' prefix caches, to each subscriber all of it.
 
-The output handler puts and never waits; a subscriber that does not keep up is told so. Behind `llm.kv_events()`.
+The output handlers put and never wait; a subscriber that does not keep up gets an error. Behind `llm.kv_events()`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import trio
 
 from trio_llm.errors import EngineDeadError, KVEventsLostError, fresh
+from trio_llm.frontend.control.engine import Engine
 from trio_llm.wire.messages import AllBlocksCleared, EngineCoreOutputs, KVEvent
 
 __all__ = ["KVEventBatch", "KVEventBatches", "KVEventHub"]
@@ -25,6 +26,8 @@ class KVEventBatch:
     """The engine's monotonic clock, seconds. A restart of the engine has the time of the batch before."""
     events: list[KVEvent]
     """In order; at least one. All subscribers share it: not to be changed."""
+    engine_index: int = 0
+    """Each engine has a cache of its own."""
 
 
 class KVEventBatches:
@@ -79,10 +82,15 @@ class KVEventBatches:
 
 
 class KVEventHub:
-    """All subscribers of one engine."""
+    """All subscribers of one front end. An `EngineListener`.
 
-    def __init__(self) -> None:
+    Args:
+        num_engines: the subscriptions end with the last of them.
+    """
+
+    def __init__(self, num_engines: int = 1) -> None:
         self._subscribers: list[KVEventBatches] = []
+        self._num_alive = num_engines
         self._dead_error: EngineDeadError | None = None
         self._last_s = 0.0
 
@@ -115,19 +123,26 @@ class KVEventHub:
 
     def put(self, message: EngineCoreOutputs) -> None:
         """Pass on the events of a message that has some. Never blocks."""
-        self._put(KVEventBatch(message.timestamp, message.kv_events))
+        self._put(KVEventBatch(message.timestamp, message.kv_events, message.engine_index))
 
-    def clear(self) -> None:
-        """The engine is dead and another one is started, which has nothing in its cache. Synchronous."""
-        self._put(KVEventBatch(self._last_s, [AllBlocksCleared()]))
+    def on_ready(self, engine: Engine) -> None:
+        """Nothing: what a new incarnation stores, it sends."""
 
-    def _put(self, batch: KVEventBatch) -> None:
-        self._last_s = batch.timestamp
-        self._subscribers = [batches for batches in self._subscribers if batches._put(batch)]
+    def on_lost(self, engine: Engine, reason: str) -> None:
+        """An engine is dead and another one is started, which has nothing in its cache."""
+        self._put(KVEventBatch(self._last_s, [AllBlocksCleared()], engine.index))
 
-    def fail(self, error: EngineDeadError) -> None:
-        """The engine is gone: each subscriber gets what it is owed, then this. Synchronous; once."""
+    def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
+        """An engine is gone. After the last one, each subscriber gets what it is owed, then the error."""
+        self._num_alive -= 1
+        if self._num_alive:
+            self.on_lost(engine, str(error))
+            return
         self._dead_error = error
         for batches in self._subscribers:
             batches._end(error)
         self._subscribers.clear()
+
+    def _put(self, batch: KVEventBatch) -> None:
+        self._last_s = batch.timestamp
+        self._subscribers = [batches for batches in self._subscribers if batches._put(batch)]

@@ -73,7 +73,7 @@ async def open_llm_over(
     keep_alive_on_engine_death: bool = False,
 ) -> AsyncIterator[AsyncLLM]:
     """As `open_llm`, over a core client of one's own."""
-    llm = AsyncLLM(core, config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
+    llm = AsyncLLM([core], config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
     async with open_tasks(llm, wait_until_ready=wait_until_ready):
         yield llm
 

@@ -74,7 +74,7 @@ class FakeLLM(AsyncLLM):
             if config.on_engine_death == "restart"
             else self._make_core(1)
         )
-        super().__init__(client, config, stat_loggers, keep_alive_on_engine_death=False)
+        super().__init__([client], config, stat_loggers, keep_alive_on_engine_death=False)
         self._requests: dict[str, FakeRequest] = {}
         """By internal id, in order."""
 
@@ -106,7 +106,7 @@ class FakeLLM(AsyncLLM):
     def kill(self, reason: str = "killed by the test") -> None:
         """End the engine, as a crash does. Readers get what was sent, then EngineDeadError with `reason`; but with
         `on_engine_death="restart"` another engine is started half a second later, and they get all the rest."""
-        self._core.kill(reason)
+        self._engines[0].core.kill(reason)
 
     def stall(self) -> None:
         """Let the engine hang: it reads nothing and finishes no step until `resume`, or until it has done so for
@@ -174,20 +174,20 @@ class FakeLLM(AsyncLLM):
         Raises:
             AssertionError: a request is unfinished and its block not left, or something leaks, or the engine stalls.
         """
-        running = [request.state.external_id for request in self._live.in_flight.values() if request.is_unfinished]
+        running = [request.state.external_id for request in self._registry.in_flight.values() if request.is_unfinished]
         assert not running, f"unfinished, and their blocks are not left: {running}"
         if self.dead_error is None:
             assert not self.core.is_paused, "the engine is stalled, so nothing can be confirmed; call resume() first"
         await self.wait_idle()
-        self._live.check()
-        assert len(self._live) == 0
-        assert self._ledger.num_requests == self._ledger.num_tokens == 0
+        self._registry.check()
+        assert len(self._registry) == 0
+        assert self._registry._ledger.num_requests == self._registry._ledger.num_tokens == 0
         if self.dead_error is not None:
             return
         counts = await self.check_scheduler()
         assert counts["num_running"] == counts["num_waiting"] == 0, counts
         assert counts["num_free_blocks"] == counts["num_blocks"], counts
-        assert not self._utilities._waiting
+        assert not any(engine.utilities._waiting for engine in self._engines)
 
     def _make_core(self, epoch: int) -> InMemoryCoreClient:
         self._fake_core = InMemoryCoreClient(self._executor, self._engine_config, step_s=self._step_s, epoch=epoch)
@@ -198,7 +198,7 @@ class FakeLLM(AsyncLLM):
         if isinstance(message, EngineCoreRequest) and message.request_id not in self._requests:
             prompt = message.prompt_token_ids
             self._requests[message.request_id] = FakeRequest(
-                request_id=self._live.in_flight[message.request_id].state.external_id,
+                request_id=self._registry.in_flight[message.request_id].state.external_id,
                 prompt=read_text(prompt),
                 token_ids=prompt,
                 params=message.params,

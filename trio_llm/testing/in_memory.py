@@ -28,11 +28,19 @@ class InMemoryCoreClient:
         executor: what runs the steps; a `FakeExecutor` for most tests.
         config: budget, sequences and credit.
         step_s: seconds of Trio's clock that each step takes; 0: a schedule point.
-        epoch: count of this incarnation.
+        epoch, engine_index: which incarnation of which engine this is.
     """
 
-    def __init__(self, executor: Executor, config: EngineConfig, *, step_s: float = 0.0, epoch: int = 1) -> None:
-        self.core = EngineCore(executor, config, epoch=epoch, clock=trio.current_time)
+    def __init__(
+        self,
+        executor: Executor,
+        config: EngineConfig,
+        *,
+        step_s: float = 0.0,
+        epoch: int = 1,
+        engine_index: int = 0,
+    ) -> None:
+        self.core = EngineCore(executor, config, epoch=epoch, engine_index=engine_index, clock=trio.current_time)
         self.step_s = step_s
         """May be changed at any time, for the steps that come."""
         self.on_sent: Callable[[ToEngine], None] = lambda message: None
@@ -128,6 +136,8 @@ class InMemoryCoreClient:
                 self._has_output.set()
 
     async def _wait_for_input(self) -> None:
+        if self._inbox:  # it came while answers were sent
+            return
         self._has_input = trio.Event()
         with trio.move_on_at(self._sent_s + HEARTBEAT_INTERVAL_S):
             await self._has_input.wait()

@@ -2,8 +2,8 @@
 
 Pure. The front end and the engine share nothing else. Arrays on the wire: append fields, with defaults.
 
-Every message from an engine carries its `epoch`, the count of its incarnation, so that what a dead one
-sent late is told apart. Every output row carries `start`, the index of its first token among those
+Every message from an engine carries its `engine_index`, and its `epoch`, the count of its incarnation, so that what a
+dead one sent late is told apart. Every output row carries `start`, the index of its first token among those
 generated for its request, so that repeats and gaps are told apart.
 """
 
@@ -228,6 +228,8 @@ class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     """Since the message before, if the configuration asks for them."""
     weight_version: str = "default"
     """Of the weights that computed all tokens in here."""
+    engine_index: int = 0
+    """Which of a front end's engines sent this."""
 
 
 class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):
@@ -260,6 +262,8 @@ class Ready(_Message, frozen=True, gc=False, tag="ready"):
 
     epoch: int
     model: ModelConfig
+    engine_index: int = 0
+    """Which of a front end's engines sent this."""
 
 
 class Progress(_Message, frozen=True, gc=False, tag="progress"):
@@ -271,6 +275,8 @@ class Progress(_Message, frozen=True, gc=False, tag="progress"):
     done: int
     total: int
     """0: not known."""
+    engine_index: int = 0
+    """Which of a front end's engines sent this."""
 
 
 class Heartbeat(_Message, frozen=True, gc=False, tag="heartbeat"):
@@ -281,6 +287,8 @@ class Heartbeat(_Message, frozen=True, gc=False, tag="heartbeat"):
     """Of the last `EngineCoreOutputs` that was sent: whoever has not got that has lost it."""
     num_executed: int = 0
     """Steps that were computed so far: it grows while a long prompt is, and no token comes of that."""
+    engine_index: int = 0
+    """Which of a front end's engines sent this."""
 
 
 class EngineDead(_Message, frozen=True, gc=False, tag="dead"):
@@ -288,6 +296,8 @@ class EngineDead(_Message, frozen=True, gc=False, tag="dead"):
 
     epoch: int
     reason: str
+    engine_index: int = 0
+    """Which of a front end's engines sent this."""
 
 
 FromEngine = EngineCoreOutputs | Ready | Progress | Heartbeat | EngineDead

@@ -12,6 +12,7 @@ import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
+from tests.support.asking import ask, token_ids
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import FakeSetUp, open_fake_llm
 from trio_llm.errors import (
@@ -34,10 +35,9 @@ PARAMS = SamplingParams(max_tokens=40, seed=1)
 BOUND_S = 20
 
 
-async def ask(llm: AsyncLLM, prompt: str = "hello") -> list[int]:
+async def answer(llm: AsyncLLM) -> list[int]:
     """The tokens of a whole answer."""
-    async with llm.generate(prompt, PARAMS) as stream:
-        return [t async for output in stream for t in output.outputs[0].token_ids]
+    return token_ids(await ask(llm, "hello", PARAMS))
 
 
 async def start_and_stop_profile(llm: AsyncLLM) -> None:
@@ -140,7 +140,7 @@ async def end_well(fake: FakeSetUp) -> None:
     await fake.llm.wake_up()
     await fake.llm.resume_generation()
     assert fake.llm._control.state.is_held is False
-    assert len(await ask(fake.llm)) == 40
+    assert len(await answer(fake.llm)) == 40
     await fake.assert_nothing_is_left()
 
 
@@ -200,7 +200,7 @@ async def test_a_call_cancelled_at_any_checkpoint_leaves_a_defined_state(method:
             assert fake.llm._control._jobs == type(fake.llm._control._jobs)()
             await fake.llm.wake_up()
             await fake.llm.resume_generation()
-            assert len(await ask(fake.llm)) == 40
+            assert len(await answer(fake.llm)) == 40
 
         least = await cancel_at_every_checkpoint(lambda: work_through(fake.llm, method, str(tmp_path)), check)
         await end_well(fake)
@@ -266,14 +266,14 @@ async def test_new_requests_are_refused_while_the_engine_sleeps_and_running_ones
 
 
 async def sleep_and_wake_beside_a_stream(fake: FakeSetUp) -> None:
-    expected = await ask(fake.llm)
+    expected = await answer(fake.llm)
     async with fake.llm.generate("hello", PARAMS) as stream:
         first = (await anext(stream)).outputs[0].token_ids
         await fake.llm.sleep()
         assert await fake.llm.is_sleeping()
         for _ in range(2):
             with pytest.raises(EngineUnavailableError, match=r"sleeps \(level 1\); wake it up"):
-                await ask(fake.llm)
+                await answer(fake.llm)
             await fake.llm.check_health()
             await fake.llm.sleep(2)
             await fake.llm.wake_up(["kv_cache"])
@@ -283,7 +283,7 @@ async def sleep_and_wake_beside_a_stream(fake: FakeSetUp) -> None:
 
         tokens = first + [t async for output in stream for t in output.outputs[0].token_ids]
 
-    assert tokens == expected == await ask(fake.llm)
+    assert tokens == expected == await answer(fake.llm)
     await fake.assert_nothing_is_left()
 
 
@@ -294,7 +294,7 @@ async def test_requests_that_come_in_a_pause_wait_in_the_line() -> None:
         answers: list[list[int]] = []
 
         async def read() -> None:
-            answers.append(await ask(fake.llm))
+            answers.append(await answer(fake.llm))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(read)
@@ -445,7 +445,7 @@ async def test_a_worker_that_does_not_answer_in_time_is_an_error(autojump_clock:
             await fake.llm.collective_rpc("ping", timeout_s=5)
         fake.llm.resume()
         assert await fake.llm.collective_rpc("ping")
-        assert not fake.llm._utilities._waiting
+        assert not fake.llm._engines[0].utilities._waiting
 
 
 async def test_profiles_need_a_real_engine_and_adapters_are_not_supported() -> None:

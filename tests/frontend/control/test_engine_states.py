@@ -91,7 +91,7 @@ def do(step: str, llm: FakeLLM, nursery: trio.Nursery) -> None:
         case "kill" | "kill-for-good":
             llm.kill()
         case "next-cannot-start":
-            make = llm._core._make  # type: ignore[attr-defined]
+            make = llm._engines[0].core._make  # type: ignore[attr-defined]
 
             def make_one_that_dies(epoch: int) -> InMemoryCoreClient:
                 client: InMemoryCoreClient = make(epoch)
@@ -99,7 +99,7 @@ def do(step: str, llm: FakeLLM, nursery: trio.Nursery) -> None:
                 client.kill("it cannot start")
                 return client
 
-            llm._core._make = make_one_that_dies  # type: ignore[attr-defined]
+            llm._engines[0].core._make = make_one_that_dies  # type: ignore[attr-defined]
         case "sleep":
             nursery.start_soon(call, "sleep")
         case "wake":

@@ -9,7 +9,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from tests.frontend.test_recovery import FOREVER_S, read, restarting, wait_for, whole
+from tests.frontend.test_recovery import FOREVER_S, restarting, wait_for, whole
+from tests.support.asking import ask
 from trio_llm import SamplingParams
 from trio_llm.config import EngineConfig
 from trio_llm.engine.device import DeviceLostError
@@ -32,12 +33,12 @@ async def die(llm: FakeLLM, state: str = "ready") -> None:
 @pytest.mark.parametrize("num_deaths", [1, 5])
 async def test_nobody_is_blamed_for_engines_that_die_while_paused(num_deaths: int, autojump_clock: MockClock) -> None:
     async with open_fake_llm() as llm:
-        expected = [whole(await read(llm, f"prompt {i}", PARAMS)) for i in range(3)]
+        expected = [whole(await ask(llm, f"prompt {i}", PARAMS)) for i in range(3)]
     results: dict[int, object] = {}
     async with open_fake_llm(**restarting()) as llm:
 
         async def run(number: int) -> None:
-            results[number] = whole(await read(llm, f"prompt {number}", PARAMS))
+            results[number] = whole(await ask(llm, f"prompt {number}", PARAMS))
 
         await llm.pause_generation(mode="keep")
         async with trio.open_nursery() as nursery:
@@ -56,12 +57,12 @@ async def test_nobody_is_blamed_for_engines_that_die_while_paused(num_deaths: in
 @pytest.mark.parametrize("num_deaths", [1, 5])
 async def test_nobody_is_blamed_for_engines_that_die_asleep(num_deaths: int, autojump_clock: MockClock) -> None:
     async with open_fake_llm() as llm:
-        expected = whole(await read(llm, "prompt", PARAMS))
+        expected = whole(await ask(llm, "prompt", PARAMS))
     async with open_fake_llm(**restarting()) as llm:
         results: list[object] = []
 
         async def run() -> None:
-            results.append(whole(await read(llm, "prompt", PARAMS)))
+            results.append(whole(await ask(llm, "prompt", PARAMS)))
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
@@ -81,7 +82,7 @@ async def test_a_pause_that_waits_goes_on_waiting_for_the_same_requests_in_the_n
     autojump_clock: MockClock,
 ) -> None:
     async with open_fake_llm() as llm:
-        expected = whole(await read(llm, "prompt", PARAMS))
+        expected = whole(await ask(llm, "prompt", PARAMS))
     order: list[str] = []
     async with open_fake_llm(**restarting()) as llm:
 
@@ -158,56 +159,57 @@ async def test_an_engine_that_dies_before_the_tokenizer_is_loaded_is_recovered_f
             assert (await llm.complete("Hello")).outputs[0].text == "Hi"
 
 
-def watch_of(killed: list[str], stall_timeout_s: float) -> EngineMonitor:
-    life = EngineMonitor(
-        EngineConfig(stall_timeout_s=stall_timeout_s),
-        kill=killed.append,
-        num_expected=lambda: 1,
-        is_under_control=lambda: False,
-    )
-    life.is_ready = True
-    return life
+class BusyEngine:
+    """An engine that always owes an answer. Implements `Watched`."""
+
+    num_expected = 1
+    is_under_control = False
+
+    def __init__(self, stall_timeout_s: float) -> None:
+        self.killed: list[str] = []
+        self.monitor = EngineMonitor(EngineConfig(stall_timeout_s=stall_timeout_s), self)
+        self.monitor.is_ready = True
+
+    def kill(self, reason: str) -> None:
+        self.killed.append(reason)
 
 
 @pytest.mark.parametrize("timeout_s", [2.0, 120.0])
 async def test_a_front_end_that_was_stopped_does_not_blame_the_engine(timeout_s: float, mock_clock: MockClock) -> None:
-    killed: list[str] = []
-    life = watch_of(killed, timeout_s)
+    engine = BusyEngine(timeout_s)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(life.watch)
+        nursery.start_soon(engine.monitor.watch)
         await trio.testing.wait_all_tasks_blocked()
         mock_clock.jump(10_000)
         await trio.testing.wait_all_tasks_blocked()
 
-        assert killed == [], "nobody had a turn to read what the engine said"
-        life.sign_of_life()
-        life.step()
+        assert engine.killed == [], "nobody had a turn to read what the engine said"
+        engine.monitor.record_life()
+        engine.monitor.record_step()
         mock_clock.jump(0.6)
         await trio.testing.wait_all_tasks_blocked()
-        assert killed == []
+        assert engine.killed == []
         nursery.cancel_scope.cancel()
 
 
 async def test_an_engine_that_says_nothing_after_that_is_killed_all_the_same(mock_clock: MockClock) -> None:
-    killed: list[str] = []
-    life = watch_of(killed, 120.0)
+    engine = BusyEngine(120.0)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(life.watch)
+        nursery.start_soon(engine.monitor.watch)
         await trio.testing.wait_all_tasks_blocked()
         for _ in range(60):
             mock_clock.jump(5)
             await trio.testing.wait_all_tasks_blocked()
-        assert len(killed) == 1
-        life.die(EngineDeadError("over"))
+        assert len(engine.killed) == 1
+        engine.monitor.mark_dead(EngineDeadError("over"))
 
 
 async def test_cancelling_the_watch_leaves_the_engine_alone(mock_clock: MockClock) -> None:
-    killed: list[str] = []
-    life = watch_of(killed, 120.0)
+    engine = BusyEngine(120.0)
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(partial(life.watch))
+        nursery.start_soon(partial(engine.monitor.watch))
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
 
-    assert killed == []
-    assert life.dead_error is None
+    assert engine.killed == []
+    assert engine.monitor.dead_error is None

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_control_calls import an_engine
-from trio_llm.frontend.control.state import NOBODY, ControlState
+from trio_llm.frontend.control.state import REPLAYED, ControlState
 
 CALLS = st.one_of(
     st.tuples(st.just("sleep"), st.tuples(st.sampled_from([1, 2]))),
@@ -36,7 +36,7 @@ def test_the_replay_brings_a_fresh_engine_to_the_state_of_the_old_one(tmp_path: 
 
     replay = state.replay()
     for call in replay:
-        assert call.call_id == NOBODY
+        assert call.call_id == REPLAYED
         assert fresh.call(call.method, *call.args).error is None
 
     assert fresh.ask("control_state") == old.ask("control_state")

@@ -149,9 +149,11 @@ async def test_a_call_is_made_again_by_the_next_engine_until_it_has_cost_too_man
         nursery.start_soon(call)
         await wait_all_tasks_blocked()
         for _ in range(4):
-            utilities.lose_engine("lost")
-            utilities.lose_engine("and the next one, before it was ready")
-            utilities.resume()
+            core.is_up = False
+            utilities.on_engine_lost("lost")
+            utilities.on_engine_lost("and the next one, before it was ready")
+            core.is_up = True
+            utilities.resend()
         await wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
 
@@ -165,14 +167,16 @@ async def test_a_call_that_comes_while_there_is_no_engine_is_sent_to_the_next_an
 ):
     core = ScriptedCore()
     utilities = UtilityCalls(core)
-    utilities.lose_engine("lost")
+    core.is_up = False
+    utilities.on_engine_lost("lost")
     async with trio.open_nursery() as nursery:
         with trio.move_on_after(0):
             await utilities.call("never")
         nursery.start_soon(utilities.call, "later")
         await wait_all_tasks_blocked()
         assert core.sent == []
-        utilities.resume()
+        core.is_up = True
+        utilities.resend()
 
         (sent,) = core.sent
         assert isinstance(sent, UtilityCall)

@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 import trio
 
-from tests.support.fake_client import FakeClient
+from tests.support.fake_client import End, FakeClient, Of
 from tests.support.http_server import CHAT, COMPLETION, Connection, open_server
+from trio_llm.frontend.http.openai.body import parse_body
+from trio_llm.frontend.http.openai.chat import ChatRequest
+from trio_llm.frontend.http.openai.completions import CompletionRequest
+from trio_llm.frontend.http.openapi import openapi_document
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.sampling import (
@@ -77,7 +81,7 @@ SHARED: dict[str, list[Any]] = {
     "prompt_embeds": ["", "x"],
     "use_beam_search": [True, 0, 1],
     "response_format": [{}, {"type": "json_object"}, {"type": "json_schema"}, "", 1],
-    "structured_outputs": [{}, {"json": {}}],
+    "structured_outputs": [{"json": {}}, [], ""],
     "guided_json": [{}],
     "return_token_ids": NOT_BOOLS,
     "priority": [1, -1, HUGE],
@@ -88,7 +92,8 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "max_completion_tokens": [-1, 0, 1.5, HUGE, *NOT_NUMBERS],
     "logprobs": NOT_BOOLS,
     "top_logprobs": [-1, 1, 21, 1.5, HUGE, "", "1", True],
-    "tools": [[], [{"type": "function"}], "", 1],
+    "tools": [[{"type": "function"}], {}, "", 1],
+    "functions": [[{"name": "f"}], {}, "", 1],
     "tool_choice": ["required", {"type": "function"}, "", 1],
     "chat_template": ["{{ 1 }}"],
     "chat_template_kwargs": [[], "", 1, {str(index): 1 for index in range(65)}],
@@ -222,3 +227,75 @@ async def test_a_huge_list_is_refused_by_its_length() -> None:
             with trio.fail_after(10):
                 reply = await server.chat(**{field: [1] * 200_000})
             assert (reply.status, reply.error["param"]) == (400, field)
+
+
+# ---------------------------------------------------------------------------------- fields that are refused
+
+
+async def test_all_fields_that_are_not_supported_are_listed_in_the_order_of_the_table() -> None:
+    fields: dict[str, Any] = {"tools": [{}], "suffix": "x", "best_of": 2, "use_beam_search": True, "stop": 5}
+    async with open_server(FakeClient()) as server:
+        chat = await server.chat(**fields)
+        completion = await server.complete(**fields)
+
+    assert (chat.error["param"], chat.error["message"]) == (
+        "best_of",
+        "best_of (other than 1), use_beam_search (other than false) and tools are not supported by this server; "
+        "leave them out",
+    )
+    assert completion.error["message"].startswith(
+        "best_of (other than 1), use_beam_search (other than false) and suffix"
+    )
+
+
+async def test_one_field_that_is_not_supported_is_named_and_not_its_value() -> None:
+    async with open_server(FakeClient()) as server:
+        reply = await server.chat(tools=[{"type": "function"}])
+
+    assert reply.error["message"] == "tools is not supported by this server; leave it out"
+
+
+async def test_of_many_fields_that_are_not_supported_ten_are_listed() -> None:
+    async with open_server(FakeClient()) as server:
+        reply = await server.chat(**dict.fromkeys(ChatRequest.not_supported, "x"))
+
+    assert reply.error["message"].count(",") == 9
+    assert f"and {len(ChatRequest.not_supported) - 10} more fields are not supported" in reply.error["message"]
+
+
+WHOLE: dict[str, Any] = {
+    **dict.fromkeys(("top_k", "seed", "n", "max_tokens", "min_tokens", "prompt_logprobs"), 2.0),
+    "stop_token_ids": [2.0, 3],
+    "allowed_token_ids": [2.0, 3],
+    "best_of": 1.0,
+    "priority": -0.0,
+}
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_a_whole_number_is_an_integer_however_it_is_written(path: str) -> None:
+    own: dict[str, Any] = (
+        {**CHAT, "max_completion_tokens": 3.0, "logprobs": True, "top_logprobs": 2.0}
+        if path == "/v1/chat/completions"
+        else {"prompt": [2.0, 3], "logprobs": 2.0}
+    )
+    client = FakeClient(*(Of(index, End("a")) for index in range(2)))
+    async with open_server(client) as server:
+        reply = await server.call("POST", path, {**own, **WHOLE})
+
+    assert reply.status == 200, reply.body
+    [asked] = client.asked
+    params = asked.params
+    numbers = (params.top_k, params.seed, params.n, params.max_tokens, params.min_tokens, params.logprobs)
+    limit = 3 if "messages" in own else 2
+    assert numbers == (2, 2, 2, limit, 2, 2)
+    assert {type(number) for number in (*numbers, *params.stop_token_ids, *(params.allowed_token_ids or ()))} == {int}
+    assert all(type(token_id) is int for token_id in asked.prompt)
+
+
+def test_every_field_of_integers_takes_whole_numbers() -> None:
+    for model in (ChatRequest, CompletionRequest):
+        for name, schema in openapi_document("1")["components"]["schemas"][model.__name__]["properties"].items():
+            if {"type": "integer"} in schema.get("anyOf", ()):
+                body: dict[str, Any] = {"messages": [], "prompt": "x", name: 1.0, "logprobs": None}
+                assert getattr(parse_body(model, body), name) in (1, None), name

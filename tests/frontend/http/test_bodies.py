@@ -49,7 +49,7 @@ async def test_a_body_declared_over_the_cap_is_refused_before_it_is_sent() -> No
         assert await status_line(connection) == b"HTTP/1.1 413 "
 
 
-async def test_a_client_with_a_body_within_the_cap_is_told_to_go_on() -> None:
+async def test_a_client_with_a_body_within_the_cap_gets_a_100() -> None:
     body = b'{"prompt": "Once"}'
     async with open_server(FakeClient()) as server, server.connect() as connection:
         await connection.send(

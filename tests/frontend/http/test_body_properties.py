@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.json_body import parse_json_object
+from trio_llm.frontend.http.openai.body import parse_body
 from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params
 from trio_llm.frontend.http.openai.completions import (
     CompletionRequest,
     completion_params,
 )
-from trio_llm.frontend.http.openai.fields import parse_body
 from trio_llm.frontend.http.openai.pooling import (
     PoolingRequest,
     ScoreRequest,

@@ -202,6 +202,9 @@ NEUTRAL: dict[str, list[Any]] = {
     "min_p": [0],
     "logit_bias": [{}],
     "response_format": [{"type": "text"}],
+    "tools": [[]],
+    "functions": [[]],
+    "structured_outputs": [{}],
     "tool_choice": ["none", "auto"],
     "bad_words": [[]],
     "echo": [False],
@@ -377,12 +380,12 @@ async def test_include_usage_adds_one_last_chunk_without_choices() -> None:
     }
 
 
-async def test_continuous_usage_counts_on_in_every_chunk() -> None:
+async def test_continuous_usage_counts_what_was_sent_up_to_each_chunk() -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     reply = await chat(FakeClient("a", Held("b"), "c", End("d")), stream=True, stream_options=options)
 
     counts = [chunk["usage"]["completion_tokens"] for chunk in reply.chunks]
-    assert counts == [1, 1, 3, 4, 4]
+    assert counts == [0, 1, 3, 4, 4]
 
 
 async def test_streamed_logprobs_are_those_of_the_whole_answer() -> None:

@@ -154,11 +154,11 @@ async def test_a_remote_call_answers_for_each_worker() -> None:
     async with open_dev_server() as (_, server):
         reply = await server.call("POST", "/collective_rpc", {"method": "model_info", "args": [], "timeout": 5})
         unknown = await server.call("POST", "/collective_rpc", {"method": "shutdown"})
-        strange = await server.call("POST", "/collective_rpc", {"method": "ping", "args": ["deep"]})
+        nested = await server.call("POST", "/collective_rpc", {"method": "ping", "args": ["deep"]})
         long = await server.call("POST", "/collective_rpc", {"method": "ping", "args": None, "timeout": 86400})
 
     assert [one["weight_version"] for one in reply.json["results"]] == ["default"]
-    assert (unknown.status, strange.status, long.status) == (400, 400, 200)
+    assert (unknown.status, nested.status, long.status) == (400, 400, 200)
     assert "memory_info" in unknown.error["message"]
 
 
@@ -228,7 +228,7 @@ async def test_profiles_need_the_operators_folder() -> None:
     assert "--profile-dir" in reply.error["message"]
 
 
-async def test_forgetting_the_cache_and_leaving_a_call_harm_nobody() -> None:
+async def test_forgetting_the_cache_and_leaving_a_call_harm_no_request() -> None:
     async with open_dev_server() as (llm, server):
         assert (await server.call("POST", "/reset_prefix_cache")).status == 200
         llm.stall()

@@ -89,7 +89,7 @@ class CuttingCore(ScriptedCore):
     async def run(self) -> None:
         while True:
             await self._has_requests.wait()
-            await wait_all_tasks_blocked()  # whoever asks for several prompts has asked for all of them
+            await wait_all_tasks_blocked()  # the reader has sent all its prompts by then
             while self._running:
                 rows = [(request_id, next(rows, None)) for request_id, rows in self._running.items()]
                 for request_id, row in rows:
@@ -156,21 +156,21 @@ def whole(post: Post) -> Any:
     return answer
 
 
-def told_by_whole(answer: Any) -> dict[int, Any]:
-    """What a whole answer says of each choice, in the shape of `told_by_stream`."""
+def seen_in_whole(answer: Any) -> dict[int, Any]:
+    """What a whole answer says of each choice, in the shape of `seen_in_stream`."""
     return {choice["index"]: _told(choice, choice.get("message") or choice) for choice in answer["choices"]}
 
 
-def told_by_stream(chunks: list[Any]) -> dict[int, Any]:
+def seen_in_stream(chunks: list[Any]) -> dict[int, Any]:
     """What the chunks of a stream say of each choice, one after the other."""
-    told: dict[int, Any] = {}
+    seen: dict[int, Any] = {}
     for choice in (choice for chunk in chunks for choice in chunk["choices"]):
         new = _told(choice, choice.get("delta") or choice)
-        known = told.setdefault(choice["index"], new)
+        known = seen.setdefault(choice["index"], new)
         assert known is new or known["finish_reason"] is None, "something came after the end"
         if known is not new:
-            told[choice["index"]] = {name: _and(known[name], new[name]) for name in known}
-    return told
+            seen[choice["index"]] = {name: _and(known[name], new[name]) for name in known}
+    return seen
 
 
 def _told(choice: Any, texts: Any) -> dict[str, Any]:
@@ -266,10 +266,10 @@ def test_how_tokens_are_grouped_does_not_change_the_answer(
         assert whole(grouped) == expected
         assert streamed.events.pop() == "[DONE]"
         chunks = [json.loads(event) for event in streamed.events[:-1]]
-        assert told_by_stream(chunks) == told_by_whole(expected)
+        assert seen_in_stream(chunks) == seen_in_whole(expected)
         check_usage(chunks, expected["usage"], is_continuous=is_continuous)
-        for told in told_by_whole(expected).values():
+        for seen in seen_in_whole(expected).values():
             if path == "/v1/chat/completions" and fields["logprobs"] and fields["return_token_ids"]:
-                assert len(told["content"]) == len(told["token_ids"])
+                assert len(seen["content"]) == len(seen["token_ids"])
 
     trio.run(main)

@@ -62,7 +62,7 @@ async def bring_to(state: str, llm: FakeLLM) -> None:
 
 
 async def wait_for(llm: FakeLLM, state: str) -> None:
-    while llm.status.state != state:  # noqa: ASYNC110 - nothing tells of it
+    while llm.status.state != state:  # noqa: ASYNC110 - there is no event for it
         await trio.sleep(0.001)
 
 

@@ -14,7 +14,7 @@ from tests.support.fake_client import End, FakeClient, Held, Pause, Step
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.http.answers.generation import Generation, RunningRequests
 from trio_llm.frontend.http.event_stream import FIRST_OUTPUT_S, EventStreamResponse
-from trio_llm.frontend.http.openai.responses import AnswerHead, CompletionChunks
+from trio_llm.frontend.http.openai.responses import AnswerHead, CompletionChunks, StreamUsage
 from trio_llm.frontend.http.server.shell import Message, Receive, Scope, Send
 from trio_llm.sampling import SamplingParams
 
@@ -36,9 +36,7 @@ class Timed(Exchange):
             params=SamplingParams(),
             request_id="R",
         )
-        chunks = CompletionChunks(
-            AnswerHead(id="cmpl-R", created=1, model="m"), with_usage=False, with_continuous_usage=False
-        )
+        chunks = CompletionChunks(AnswerHead(id="cmpl-R", created=1, model="m"), StreamUsage())
         response = EventStreamResponse(generation, chunks, keep_alive_s=10)
         assert isinstance(response, Response)
 

@@ -177,17 +177,20 @@ async def test_a_big_body_that_is_refused_is_a_400() -> None:
 
 @pytest.mark.parametrize("prompt", [[None] * 100, [[1], [None] * 100]])
 def test_a_prompt_longer_than_the_context_is_refused_by_its_length_alone(prompt: list[Any]) -> None:
-    # None is no id: whoever looked at the ids would complain of that.
+    # None is no id: code that looks at the ids would complain of that.
     with pytest.raises(PromptTooLongError, match="maximum context length is 100 tokens, but the prompt has 100"):
         parse_prompts(prompt, name="prompt", most=1024, max_model_len=100)
 
 
-@pytest.mark.parametrize("wrong", [True, 1.0, "1", None, -1, 2**31, 2**70])
+@pytest.mark.parametrize("wrong", [True, 1.5, "1", None, -1, 2**31, 2**70, 2.0**31, -1.0, 1e300])
 def test_the_id_at_fault_is_named_wherever_it_stands(wrong: Any) -> None:
     with pytest.raises(InvalidRequestError, match=r"prompt: .* is not a token id") as caught:
         parse_prompts([1, 2, wrong, 3], name="prompt", most=1024, max_model_len=100)
 
     assert caught.value.param == "prompt"
+    floats = parse_prompts([0.0, 1, 2.0**31 - 1], name="prompt", most=1024, max_model_len=100)
+    assert floats == [[0, 1, 2**31 - 1]]
+    assert {type(one) for one in floats[0]} == {int}
     assert parse_prompts([0, 2**31 - 1], name="prompt", most=1024, max_model_len=100) == [[0, 2**31 - 1]]
 
 

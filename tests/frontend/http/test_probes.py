@@ -34,7 +34,7 @@ async def test_a_ready_engine_that_answers_is_healthy() -> None:
     assert (reply.status, reply.json) == (200, {"status": "ready"})
 
 
-async def test_while_loading_health_tells_how_far_it_is() -> None:
+async def test_while_loading_health_says_how_far_it_is() -> None:
     client = FakeClient()
     client.state = EngineStatus(state="loading", phase="load", done=3, total=10, elapsed_s=1.23456)
     reply = await get(client, "/health")
@@ -51,7 +51,7 @@ async def test_while_loading_health_tells_how_far_it_is() -> None:
     assert int(reply.headers["retry-after"]) > 0
 
 
-async def test_a_dead_engine_is_unhealthy_and_the_reason_is_told() -> None:
+async def test_a_dead_engine_is_unhealthy_and_the_reply_has_the_reason() -> None:
     client = FakeClient()
     client.state = EngineStatus(state="dead", reason="CUDA error")
     reply = await get(client, "/health")

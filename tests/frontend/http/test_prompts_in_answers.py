@@ -23,8 +23,7 @@ IDS = list(TEXT.encode())
 @asynccontextmanager
 async def open_fake_server(**settings: Any) -> AsyncIterator[Server]:
     async with open_fake_llm(answer="abc", **settings) as llm:
-        client: Any = llm
-        async with open_server(client) as server:
+        async with open_server(llm) as server:
             yield server
         await llm.assert_idle()
 
@@ -126,6 +125,74 @@ async def test_too_many_log_probabilities_of_prompts_are_a_400(prompt: list[Any]
         reply = await server.complete(prompt=prompt, **fields)
 
     assert (reply.status, reply.error["param"]) == (400, "logprobs" if "echo" in fields else "prompt_logprobs")
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("prompt", ["🎉 hi", list("🎉 hi".encode())])
+async def test_offsets_are_positions_in_the_text_where_characters_are_split_over_tokens(
+    prompt: Any, stream: bool
+) -> None:
+    async with open_fake_llm(answer="né🎉!") as llm, open_server(llm) as server:
+        reply = await server.complete(prompt=prompt, echo=True, logprobs=0, stream=stream)
+        alone = await server.complete(prompt=prompt, logprobs=0, stream=stream)
+
+    def columns(reply: Reply, name: str) -> list[Any]:
+        choices = [chunk["choices"][0] for chunk in reply.chunks] if stream else reply.json["choices"]
+        return [entry for choice in choices for entry in choice["logprobs"][name]]
+
+    text = "🎉 hiné🎉!"
+    offsets = columns(reply, "text_offset")
+    answer = [0, 1, 1, 2, 2, 2, 2, 3, 4]  # n, both bytes of é, four of the emoji, ! and the end
+    assert offsets == [0, 0, 0, 0, 1, 2, 3, *[4 + offset for offset in answer]]
+    assert columns(alone, "text_offset") == answer
+    assert offsets[-1] == len(text)
+    for offset, token in zip(offsets, columns(reply, "tokens"), strict=True):
+        if "\ufffd" not in token and not token.startswith("<|"):
+            assert text[offset : offset + len(token)] == token
+
+
+async def test_offsets_do_not_count_special_tokens_that_the_text_does_not_show() -> None:
+    shown = [*b"a", 257, *b"b"]
+    with_special = (await complete(prompt=shown, echo=True, logprobs=0, skip_special_tokens=False)).json["choices"][0]
+    without = (await complete(prompt=shown, echo=True, logprobs=0)).json["choices"][0]
+
+    assert with_special["text"] == "a<|system|>babc"
+    assert with_special["logprobs"]["text_offset"][:4] == [0, 1, 11, 12]
+    assert without["text"] == "ababc"
+    assert without["logprobs"]["text_offset"][:4] == [0, 1, 1, 2]
+
+
+# ------------------------------------------------------------------------- return_tokens_as_token_ids
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_tokens_named_by_their_ids_are_kept_apart_where_their_texts_are_equal(stream: bool) -> None:
+    """Bytes that are no text of their own all show as U+FFFD."""
+    async with open_fake_server() as server:
+        fields: dict[str, Any] = {"prompt": TEXT, "logprobs": 20, "echo": True, "stream": stream}
+        replies = [await server.complete(**fields, return_tokens_as_token_ids=by_id) for by_id in (False, True)]
+
+    def entries(reply: Reply, name: str) -> list[Any]:
+        choices = [chunk["choices"][0] for chunk in reply.chunks] if stream else reply.json["choices"]
+        return [entry for choice in choices for entry in choice["logprobs"][name]]
+
+    by_text, by_id = ([len(top) for top in entries(reply, "top_logprobs")[1:]] for reply in replies)
+    assert set(by_id) <= {20, 21}
+    assert min(by_text) < 20
+    names = entries(replies[1], "tokens")
+    assert names[: len(IDS)] == [f"token_id:{token_id}" for token_id in IDS]
+    assert names[len(IDS) :][:3] == [f"token_id:{token_id}" for token_id in b"abc"]
+    assert entries(replies[0], "text_offset") == entries(replies[1], "text_offset")
+
+
+async def test_tokens_of_a_chat_are_named_by_their_ids_too() -> None:
+    reply = await chat(logprobs=True, top_logprobs=20, return_tokens_as_token_ids=True)
+
+    content = reply.json["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content[:3]] == [f"token_id:{token_id}" for token_id in b"abc"]
+    assert content[0]["bytes"] == [ord("a")]
+    for entry in content:
+        assert len({one["token"] for one in entry["top_logprobs"]}) == 20
 
 
 # ----------------------------------------------------------------------------------- prompt_logprobs

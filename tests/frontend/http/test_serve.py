@@ -1,13 +1,12 @@
-"""The host: listening, draining, stopping."""
+"""Serving, draining, stopping."""
 
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -16,51 +15,15 @@ import trio.testing
 from tests.support.fake_client import HANG, End, FakeClient
 from tests.support.http_server import BOUND_S, CHAT, Connection, open_server
 from trio_llm.config import ServerConfig
-from trio_llm.errors import ConfigError
 from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.http import serve as serve_module
 from trio_llm.frontend.http.serve import serve
-from trio_llm.frontend.http.server.listeners import open_listeners
-from trio_llm.frontend.http.server.signals import stop_on_signals
 
 CHAT_PATH = "/v1/chat/completions"
 
 
 async def rest_of(connection: Connection) -> bytes:
     return b"".join([part async for part in connection.body_parts()])
-
-
-def test_a_port_that_is_in_use_is_an_error_that_names_the_flag() -> None:
-    with open_listeners(ServerConfig(port=0)) as taken:
-        port = taken.sockets[0].getsockname()[1]
-
-        with pytest.raises(ConfigError, match=rf"--port {port} is in use on 127\.0\.0\.1"):
-            open_listeners(ServerConfig(port=port))
-
-
-def test_a_port_is_free_again_after_closing() -> None:
-    with open_listeners(ServerConfig(port=0)) as listeners:
-        port = listeners.sockets[0].getsockname()[1]
-
-    open_listeners(ServerConfig(port=port)).close()
-
-
-@pytest.mark.parametrize("name", ["no-such-server.invalid", "192.0.2.1"])
-def test_a_host_that_is_not_ours_is_an_error_that_names_the_flag(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"--host {name}"):
-        open_listeners(ServerConfig(host=name, port=0, allow_unauthenticated=True))
-
-
-def test_accepted_connections_inherit_a_limit_for_clients_that_do_not_read() -> None:
-    with open_listeners(ServerConfig(port=0)) as listeners:
-        [listener] = listeners.sockets
-        with socket.create_connection(listener.getsockname()):
-            listener.setblocking(True)
-            accepted, _ = listener.accept()
-            with accepted:
-                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 30_000
-                assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
-                assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
 
 async def test_serving_starts_with_its_urls_and_opens_its_own_listeners() -> None:
@@ -200,19 +163,42 @@ async def test_streams_that_outlast_the_drain_end_with_a_proper_last_event(timeo
     assert client.running == []
 
 
-async def test_whole_answers_and_lists_that_outlast_the_drain_are_answered() -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "num_running"),
+    [
+        ("/v1/completions", {"prompt": ["x", "y"]}, 2),
+        ("/v1/completions", {"prompt": "x"}, 1),
+        (CHAT_PATH, CHAT, 1),
+    ],
+)
+async def test_whole_answers_that_outlast_the_drain_are_a_503_that_can_be_repeated(
+    path: str, body: dict[str, Any], num_running: int
+) -> None:
     client = FakeClient("a", HANG)
     async with open_server(client, drain_timeout_s=0) as server, server.connect() as connection:
-        await connection.request("POST", "/v1/completions", {"prompt": ["x", "y"]})
+        await connection.request("POST", path, body)
         with trio.fail_after(BOUND_S):
-            while len(client.running) < 2:
+            while len(client.running) < num_running:
                 await trio.testing.wait_all_tasks_blocked()
         server.stop.set()
 
         reply = await connection.reply()
 
-    assert reply.status == 200
-    assert [choice["finish_reason"] for choice in reply.json["choices"]] == ["abort", "abort"]
+    assert (reply.status, reply.error["type"]) == (503, "server_error")
+    assert int(reply.headers["retry-after"]) > 0
+    assert "x-should-retry" not in reply.headers
+
+
+async def test_a_whole_answer_that_is_aborted_while_the_server_goes_on_is_an_answer() -> None:
+    client = FakeClient("a", HANG)
+    async with open_server(client) as server, server.connect() as connection:
+        await connection.request("POST", CHAT_PATH, {**CHAT, "request_id": "R"})
+        with trio.fail_after(BOUND_S):
+            await client.entered.wait()
+            client.abort("R")
+            reply = await connection.reply()
+
+    assert (reply.status, reply.json["choices"][0]["finish_reason"]) == (200, "abort")
 
 
 async def test_cancelling_the_server_aborts_what_runs() -> None:
@@ -263,66 +249,6 @@ async def test_a_client_that_reads_nothing_does_not_hold_up_the_end(how: str, mo
     assert client.running == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-async def test_the_first_signal_asks_to_stop(number: int) -> None:
-    stop = trio.Event()
-    # Under nohup the tests would begin with one that is ignored, which is another test's case.
-    before = signal.signal(number, signal.SIG_DFL)
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stop_on_signals, stop)
-            await trio.testing.wait_all_tasks_blocked()
-            os.kill(os.getpid(), number)
-            with trio.fail_after(BOUND_S):
-                await stop.wait()
-            nursery.cancel_scope.cancel()
-    finally:
-        signal.signal(number, before)
-
-
-async def test_a_hangup_that_is_ignored_stays_so() -> None:
-    stop = trio.Event()
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    try:
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(stop_on_signals, stop)
-            await trio.testing.wait_all_tasks_blocked()
-
-            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-            assert signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL
-            nursery.cancel_scope.cancel()
-    finally:
-        signal.signal(signal.SIGHUP, before)
-
-
-SECOND_SIGNAL = """
-import os, signal, sys, trio, trio.testing
-from trio_llm.frontend.http.server.signals import stop_on_signals
-
-async def main():
-    stop = trio.Event()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(stop_on_signals, stop)
-        await trio.testing.wait_all_tasks_blocked()
-        os.kill(os.getpid(), signal.SIGINT)
-        await stop.wait()
-        {between}
-        await trio.testing.wait_all_tasks_blocked()
-        os.kill(os.getpid(), signal.SIGTERM)
-        await trio.sleep_forever()
-
-trio.run(main)
-"""
-
-HARD_EXIT = """
-from trio_llm.frontend.http.server.signals import hard_exit_after
-
-hard_exit_after(0.01)
-while True:
-    pass
-"""
-
-
 LOADED = """
 import sys
 import trio_llm.frontend.http.serve
@@ -331,37 +257,7 @@ print(*sorted({name.partition(".")[0] for name in sys.modules} & {"starlette", "
 """
 
 
-def run(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30, check=False)
-
-
-def test_the_second_signal_ends_the_process_at_once() -> None:
-    ended = run(SECOND_SIGNAL.format(between=""))
-
-    assert ended.returncode == 1
-    assert "SIGTERM again: ending at once" in ended.stderr
-
-
-def test_a_second_hangup_ends_nothing() -> None:
-    ended = run(SECOND_SIGNAL.format(between="os.kill(os.getpid(), signal.SIGHUP)"))
-
-    assert "SIGTERM again: ending at once" in ended.stderr
-
-
-@pytest.mark.parametrize(
-    "how", ["sys.stderr.close()", "sys.stderr = None", "os.close(2)", "r, w = os.pipe(); os.close(r); os.dup2(w, 2)"]
-)
-def test_the_second_signal_ends_a_process_whose_standard_error_is_gone(how: str) -> None:
-    ended = run(SECOND_SIGNAL.format(between=how))
-
-    assert (ended.returncode, ended.stdout, ended.stderr) == (1, "", "")
-
-
-def test_the_host_loads_nothing_that_only_routes_need() -> None:
-    ended = run(LOADED)
+def test_the_server_loads_nothing_that_only_routes_need() -> None:
+    ended = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=30, check=False)
 
     assert (ended.returncode, ended.stdout.strip()) == (0, "")
-
-
-def test_the_hard_deadline_ends_a_process_that_hangs() -> None:
-    assert run(HARD_EXIT).returncode == -signal.SIGALRM

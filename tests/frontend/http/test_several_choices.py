@@ -8,23 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.fake_client import End, FakeClient, Of
+from tests.support.fake_client import End, FakeClient, Held, Of, Together
 from tests.support.fake_llm import open_fake_llm
-from tests.support.http_server import Reply, open_server
+from tests.support.http_server import Reply, ask, open_server
 from trio_llm.frontend.http.openai.completions import MAX_CHOICES
 from trio_llm.sampling import MAX_N
 
 MIXED = (Of(1, "x"), Of(0, "a"), Of(1, End("y", "length")), Of(0, "b"), Of(0, End("", "stop", "!")))
 PATHS = ["/v1/chat/completions", "/v1/completions"]
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 6},
-    "/v1/completions": {"prompt": "Once", "max_tokens": 6},
-}
-
-
-async def ask(client: Any, path: str, **fields: Any) -> Reply:
-    async with open_server(client) as server:
-        return await server.call("POST", path, {**BODIES[path], **fields})
 
 
 def text_of(choice: dict[str, Any]) -> str:
@@ -61,6 +52,21 @@ async def test_a_stream_of_a_chat_starts_every_choice_first_and_ends_each_once()
         (0, "b", None),
         (0, "", "stop"),
     ]
+
+
+@pytest.mark.parametrize("path", PATHS)
+async def test_continuous_usage_counts_what_was_sent_also_when_outputs_of_choices_were_merged(path: str) -> None:
+    """A reader that was away gets both choices in one output, which makes one chunk each."""
+    client = FakeClient(Together(Of(0, "ab"), Of(1, "xyz")), Of(0, Held("c")), Of(1, End("!")), Of(0, End("d")))
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = (await ask(client, path, n=2, stream=True, stream_options=options)).chunks
+
+    sent = [
+        (text_of(chunk["choices"][0]) if chunk["choices"] else None, chunk["usage"]["completion_tokens"])
+        for chunk in chunks
+    ]
+    starts: list[Any] = [("", 0), ("", 0)] if path == PATHS[0] else []
+    assert sent == [*starts, ("ab", 1), ("xyz", 2), ("!", 3), ("d", 5), (None, 5)]
 
 
 async def test_a_stream_of_completions_numbers_the_choices_over_all_prompts() -> None:
@@ -117,10 +123,10 @@ async def test_best_of_is_refused_whatever_n_is(path: str) -> None:
 async def test_over_a_real_engine_streamed_and_whole_choices_are_those_of_single_requests(
     path: str, temperature: int
 ) -> None:
-    async with open_fake_llm() as fake, open_server(fake.llm) as server:  # type: ignore[arg-type]
+    async with open_fake_llm() as fake, open_server(fake.llm) as server:
 
         async def call(**fields: Any) -> Reply:
-            reply = await server.call("POST", path, {**BODIES[path], "temperature": temperature, **fields})
+            reply = await server.ask(path, max_tokens=6, temperature=temperature, **fields)
             assert reply.status == 200
             return reply
 

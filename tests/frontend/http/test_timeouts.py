@@ -1,4 +1,4 @@
-"""The time that a client gives its request, and what it is told when the server has no room."""
+"""The time that a client gives its request, and the reply when the server has no room."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ async def test_the_engine_works_no_longer_than_there_is_time_for_a_client_that_t
         async with trio.open_nursery() as nursery:
             nursery.start_soon(exchange.run)
             await trio.sleep(6)
-            assert fake.llm.num_running == fake.llm.num_waiting == 0, "the engine works on for nobody"
+            assert fake.llm.num_running == fake.llm.num_waiting == 0, "the engine goes on with an abandoned request"
 
     deadlines = [message.deadline_s for message in sent if isinstance(message, EngineCoreRequest)]
     assert deadlines == [pytest.approx(5)] * len(prompt), "nothing is sent again"

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.support.asking import ask
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import open_fake_llm
 from tests.support.stat_loggers import RecordingStatLogger
@@ -22,6 +23,7 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits, find_overload
 from trio_llm.sampling import SamplingParams
 
@@ -32,8 +34,7 @@ SHORT = SamplingParams(max_tokens=3)
 
 async def read(llm: AsyncLLM, prompt: list[int] = HELLO, params: SamplingParams = SHORT) -> int:
     """The number of outputs of a whole answer."""
-    async with llm.generate(prompt, params) as stream:
-        return len([output async for output in stream])
+    return len(await ask(llm, prompt, params))
 
 
 # ------------------------------------------------------------------------------------- the decision
@@ -162,11 +163,11 @@ async def test_a_refusal_registers_nothing_is_counted_and_the_same_request_works
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         async with fake.llm.generate(HELLO, LONG) as stream:
             await anext(stream)
-            before = len(fake.llm._live)
+            before = len(fake.llm._registry)
             with pytest.raises(QueueFullError) as caught:
                 await read(fake.llm)
 
-            assert len(fake.llm._live) == before
+            assert len(fake.llm._registry) == before
             assert caught.value.can_retry
             assert caught.value.retry_after_s
         await fake.llm.wait_idle()
@@ -185,6 +186,68 @@ async def test_whoever_asks_before_the_costly_part_is_refused_at_once() -> None:
                 fake.llm.check_admission()
             assert fake.llm.is_running
         assert refusals.rejections == ["max_num_queued_reqs"]
+
+
+async def test_nothing_is_rendered_for_a_request_that_is_refused_anyway(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Renderer, *args: object, **options: object) -> list[int]:
+        raise AssertionError("it was rendered")
+
+    async with open_fake_llm(engine={"max_num_queued_reqs": 1}) as fake:
+        async with fake.llm.generate(HELLO, LONG):
+            monkeypatch.setattr(Renderer, "render_prompt", fail)
+            monkeypatch.setattr(Renderer, "render_bad_words", fail)
+            for prompt, params in (("Hello", SHORT), (HELLO, SamplingParams(bad_words=("x",)))):
+                with pytest.raises(QueueFullError):
+                    async with fake.llm.generate(prompt, params):
+                        pass
+        await fake.assert_nothing_is_left()
+
+
+async def test_the_load_is_asked_for_once_for_token_ids_and_once_more_before_text_is_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_llm() as fake:
+        num_asked, check = 0, AdmissionLedger.check
+
+        def count(ledger: AdmissionLedger, **fields: int) -> None:
+            nonlocal num_asked
+            num_asked += 1
+            check(ledger, **fields)
+
+        monkeypatch.setattr(AdmissionLedger, "check", count)
+        asked = []
+        for prompt in (HELLO, "Hello"):
+            num_asked = 0
+            async with fake.llm.generate(prompt, SHORT):
+                asked.append(num_asked)
+
+        assert asked == [1, 2]
+
+
+async def test_ids_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fail(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(Renderer, "render_prompt", fail)
+    async with open_fake_llm() as fake:
+        assert await read(fake.llm) > 0
+
+
+async def test_a_request_whose_engine_died_while_its_text_was_rendered_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with open_fake_llm() as fake:
+
+        async def render_late(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+            fake.llm.kill()
+            await fake.llm.wait_dead()
+            return HELLO
+
+        monkeypatch.setattr(Renderer, "render_prompt", render_late)
+        with pytest.raises(EngineDeadError):
+            async with fake.llm.generate("Hello", SHORT):
+                pass
+        await fake.llm.wait_idle()
 
 
 async def test_a_request_whose_reader_has_left_counts_until_the_engine_has_confirmed_it() -> None:
@@ -229,11 +292,11 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
     async with open_fake_llm(step_s=0.1, engine={"max_num_queued_reqs": limit}) as fake:
         ends: list[str] = []
 
-        async def ask(prompt: str) -> None:
+        async def run(prompt: str) -> None:
             nonlocal most
             try:
                 async with fake.llm.generate(prompt, SHORT) as stream:
-                    most = max(most, len(fake.llm._live))
+                    most = max(most, len(fake.llm._registry))
                     async for _ in stream:
                         pass
                 ends.append("answered")
@@ -243,7 +306,7 @@ async def test_requests_that_come_together_never_exceed_the_limit(autojump_clock
         async with trio.open_nursery() as nursery:
             for number in range(30):
                 # Some prompts are long enough to become tokens in a worker thread, between the two looks at the limit.
-                nursery.start_soon(ask, "hello " * (1 + 100 * (number % 2)))
+                nursery.start_soon(run, "hello " * (1 + 100 * (number % 2)))
 
         assert most == limit
         assert ends.count("answered") == limit
@@ -255,7 +318,7 @@ async def test_counts_are_zero_after_the_death_of_the_engine(autojump_clock: Moc
     async with open_fake_llm(step_s=0.1, engine={"max_num_queued_reqs": 3, "max_num_seqs": 1}) as fake:
         ends: list[type[Exception]] = []
 
-        async def ask() -> None:
+        async def run() -> None:
             try:
                 await read(fake.llm, params=LONG)
             except (EngineDeadError, OverloadedError) as error:
@@ -263,12 +326,12 @@ async def test_counts_are_zero_after_the_death_of_the_engine(autojump_clock: Moc
 
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(ask)
+                nursery.start_soon(run)
             await wait_all_tasks_blocked()
             fake.core.kill("lost")
 
         assert ends == [EngineDeadError] * 3
-        assert (fake.llm._ledger.num_requests, fake.llm._ledger.num_tokens) == (0, 0)
+        assert (fake.llm._registry._ledger.num_requests, fake.llm._registry._ledger.num_tokens) == (0, 0)
         with pytest.raises(EngineDeadError):
             await read(fake.llm)
 

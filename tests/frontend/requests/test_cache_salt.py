@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from tests.support.asking import ask
 from tests.support.fake_llm import open_fake_llm
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.requests.stream import RequestStream
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 
 PROMPT = list(range(70))
@@ -26,19 +27,20 @@ async def cached_tokens(stream: RequestStream) -> int:
         return [output async for output in outputs][-1].num_cached_tokens
 
 
-async def ask(llm: AsyncLLM, cache_salt: str | None, **fields: Any) -> int:
-    return await cached_tokens(llm.generate(PROMPT, PARAMS, cache_salt=cache_salt, **fields))
+async def ask_salted(llm: AsyncLLM, cache_salt: str | None, **fields: Any) -> int:
+    outputs = await ask(llm, PROMPT, PARAMS, cache_salt=cache_salt, **fields)
+    return outputs[-1].num_cached_tokens
 
 
 async def test_two_clients_with_different_salts_share_nothing() -> None:
     async with open_fake_llm() as fake:
-        assert [await ask(fake.llm, salt) for salt in ("alice", "bob", None)] == [0, 0, 0]
+        assert [await ask_salted(fake.llm, salt) for salt in ("alice", "bob", None)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("salt", [None, "a", "x" * MAX_CACHE_SALT_CHARS, "\N{HOT PEPPER}"])
 async def test_two_clients_with_the_same_salt_share_all_whole_blocks(salt: str | None) -> None:
     async with open_fake_llm() as fake:
-        assert [await ask(fake.llm, salt) for _ in range(2)] == [0, NUM_WHOLE_BLOCKS]
+        assert [await ask_salted(fake.llm, salt) for _ in range(2)] == [0, NUM_WHOLE_BLOCKS]
 
 
 async def test_the_salt_of_a_session_is_that_of_each_of_its_inputs() -> None:
@@ -47,7 +49,7 @@ async def test_the_salt_of_a_session_is_that_of_each_of_its_inputs() -> None:
         yield StreamingInput(PROMPT)
 
     async with open_fake_llm() as fake:
-        await ask(fake.llm, "alice")
+        await ask_salted(fake.llm, "alice")
         cached = [
             await cached_tokens(fake.llm.generate(inputs(), PARAMS, cache_salt=salt)) for salt in ("alice", "bob")
         ]

@@ -103,6 +103,7 @@ async def test_what_is_past_its_deadline_while_it_waits_is_dropped_and_never_com
     async with open_fake_llm(step_s=STEP_S, engine=ONE_AT_A_TIME) as fake, AsyncExitStack() as stack:
         engine = Engine(fake, monkeypatch)
         first = await stack.enter_async_context(fake.llm.generate(HELLO, blocking(20), request_id="first"))
+        await anext(first)  # it runs
         await enter_within(2, stack, fake.llm.generate(HELLO, SHORT, request_id="second"))
         assert await engine.num_waiting() == 1
 
@@ -208,8 +209,8 @@ async def test_a_request_that_was_dropped_still_counts_until_its_reader_leaves(a
             await enter_within(2, inner, fake.llm.generate(HELLO, SHORT))
             await rest_of(first)
 
-            assert fake.llm._ledger.num_requests == 1
-            assert fake.llm._ledger.num_tokens == len(HELLO)
+            assert fake.llm._registry._ledger.num_requests == 1
+            assert fake.llm._registry._ledger.num_tokens == len(HELLO)
 
         await fake.assert_nothing_is_left()
 

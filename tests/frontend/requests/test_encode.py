@@ -10,6 +10,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.support.asking import ask
 from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import FakeSetUp, open_fake_llm
 from trio_llm.errors import (
@@ -39,9 +40,7 @@ STEP_S = 0.1
 
 
 async def answer(llm: AsyncLLM, max_tokens: int = 3) -> None:
-    async with llm.generate(HELLO, SamplingParams(max_tokens=max_tokens)) as stream:
-        async for _ in stream:
-            pass
+    await ask(llm, HELLO, SamplingParams(max_tokens=max_tokens))
 
 
 # ------------------------------------------------------------------------------------------ the vector
@@ -223,7 +222,7 @@ async def test_vectors_count_in_admission_until_they_are_there() -> None:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(fake.llm.encode, HELLO)
             await wait_all_tasks_blocked()
-            assert (fake.llm._ledger.num_requests, fake.llm._ledger.num_tokens) == (1, 5)
+            assert (fake.llm._registry._ledger.num_requests, fake.llm._registry._ledger.num_tokens) == (1, 5)
             with pytest.raises(QueuedTokensError):
                 await fake.llm.encode([1] * 16)
             nursery.start_soon(fake.llm.encode, HELLO)
@@ -469,4 +468,4 @@ async def test_an_answer_takes_the_parameters_of_one(strange: Any) -> None:
             with pytest.raises(InvalidRequestError, match="SamplingParams"):
                 async with fake.llm.generate(prompt, strange):
                     pytest.fail("it was let in")
-        assert not len(fake.llm._live)
+        assert not len(fake.llm._registry)

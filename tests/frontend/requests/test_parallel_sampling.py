@@ -198,7 +198,7 @@ async def test_one_child_that_fails_late_takes_the_running_others_with_it(autoju
     async with open_fake_llm(step_s=0.1) as fake:
         async with fake.llm.generate(HELLO, params(3, 1000)) as stream:
             await anext(stream)
-            states = [request.state for request in fake.llm._live.in_flight.values()]
+            states = [request.state for request in fake.llm._registry.in_flight.values()]
             states[1].detokenizer = None  # type: ignore[assignment]
 
             with pytest.raises(EngineGenerateError, match="could not be processed"):
@@ -244,7 +244,7 @@ async def test_a_child_that_cannot_be_encoded_leaves_nothing_of_its_request(
         def send_some(message: ToEngine) -> None:
             nonlocal num_requests
             if isinstance(message, EngineCoreRequest):
-                assert len(fake.llm._live) == 3, "all are registered before one is sent"
+                assert len(fake.llm._registry) == 3, "all are registered before one is sent"
                 num_requests += 1
                 if num_requests > num_sent:
                     raise CodecError("too odd")
@@ -254,7 +254,7 @@ async def test_a_child_that_cannot_be_encoded_leaves_nothing_of_its_request(
         with pytest.raises(InvalidRequestError, match="too odd"):
             await read(fake.llm, params(3, 1000))
 
-        assert len(fake.llm._live) == 0
+        assert len(fake.llm._registry) == 0
         await fake.assert_nothing_is_left()
 
 

@@ -21,8 +21,8 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.engine_client import RequestStream
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.requests.stream import RequestStream
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import Continue, EngineCoreRequest, ToEngine
@@ -442,10 +442,10 @@ async def test_the_tokens_of_a_later_input_count_until_the_first_of_its_answer_h
                 fake.llm.stall()
                 await send.send(StreamingInput(token_ids))
                 await trio.testing.wait_all_tasks_blocked()
-                assert fake.llm._ledger.num_tokens == len(token_ids)
+                assert fake.llm._registry._ledger.num_tokens == len(token_ids)
                 fake.llm.resume()
                 await anext(stream)
-                assert fake.llm._ledger.num_tokens == 0
+                assert fake.llm._registry._ledger.num_tokens == 0
                 await read_one_answer(stream)
         await fake.assert_nothing_is_left()
 
@@ -716,6 +716,6 @@ async def test_cancelling_a_session_at_every_checkpoint_of_a_drain_leaves_nothin
 
         async def check() -> None:
             await fake.assert_nothing_is_left()
-            fake.llm._is_draining = False
+            fake.llm._submitter.is_draining = False
 
         assert await cancel_at_every_checkpoint(lambda: drain_between_inputs(fake.llm), check) >= 3

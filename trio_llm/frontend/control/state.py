@@ -1,6 +1,6 @@
-"""ControlState: what control calls have made of the engine, as plain data that can be told to a fresh one.
+"""ControlState: what control calls have made of an engine, as plain data that can be replayed to a new incarnation.
 
-Pure. Kept by `EngineControl`.
+Pure. Kept by `Engine`.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import msgspec
 
 from trio_llm.wire.messages import PlainValue, UtilityCall
 
-__all__ = ["NOBODY", "ControlState"]
+__all__ = ["REPLAYED", "ControlState"]
 
-NOBODY = 0
-"""The number of a call whose answer nobody waits for."""
+REPLAYED = 0
+"""The call id of replayed calls: no caller waits for their answers."""
 
 
 class ControlState(msgspec.Struct, frozen=True, gc=False):
-    """As the engine told it last. The engine alone knows the rules by which it changes."""
+    """As the engine described it last. Only the engine knows the rules by which it changes."""
 
     sleep_level: int = 0
     """0: awake. 2: the weights are dropped. 1: any other part is asleep."""
@@ -35,7 +35,7 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def is_held(self) -> bool:
-        """Requests may be unfinished and wait without end: that is no stall."""
+        """Unfinished requests may wait without end: that is no stall."""
         return self.is_asleep or self.pause != "running"
 
     def describe(self) -> str:
@@ -46,9 +46,9 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
         return f"{', '.join(parts)}, with the weights {self.weight_version!r}"
 
     def replay(self) -> list[UtilityCall]:
-        """The calls that bring a fresh engine into this state. To be sent before any request.
+        """The calls that bring a new engine into this state. To be sent before any request.
 
-        A pause in the mode abort has left nobody to abort: it comes back as one that keeps.
+        After a pause with the mode `abort` no request is left to abort: it is replayed as `keep`.
         """
         calls: list[tuple[str, list[PlainValue]]] = []
         if self.weights_path is not None:
@@ -59,4 +59,4 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
             calls += [("wake_up", [part]) for part, is_asleep in parts.items() if not is_asleep]
         if self.pause != "running":
             calls.append(("pause", [self.pause, False]))
-        return [UtilityCall(NOBODY, method, args) for method, args in calls]
+        return [UtilityCall(REPLAYED, method, args) for method, args in calls]

@@ -5,10 +5,11 @@ Pure.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
-__all__ = ["EngineState", "EngineStatus"]
+__all__ = ["EngineState", "EngineStatus", "pick_best"]
 
 EngineState = Literal["loading", "ready", "recovering", "stalled", "asleep", "draining", "dead"]
 
@@ -25,3 +26,19 @@ class EngineStatus:
     """Since the engine was started, or started again."""
     reason: str | None = None
     """Why it is dead, stalled, recovering or asleep: the root cause as text."""
+
+
+_BEST_FIRST: Final[tuple[EngineState, ...]] = (
+    "ready",
+    "asleep",
+    "stalled",
+    "recovering",
+    "loading",
+    "draining",
+    "dead",
+)
+
+
+def pick_best(statuses: Iterable[EngineStatus]) -> EngineStatus:
+    """What several engines are together: as ready as the best of them, since that one takes requests."""
+    return min(statuses, key=lambda status: _BEST_FIRST.index(status.state))

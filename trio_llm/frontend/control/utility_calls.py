@@ -1,6 +1,6 @@
-"""UtilityCalls: calls into the engine's method table that wait for their answer.
+"""UtilityCalls: calls into an engine's method table that wait for their answer.
 
-Used by `AsyncLLM` and `EngineControl`. A call outlives an engine: the next one gets it again.
+Owned by `Engine`. A call outlives an incarnation: the next one gets it again.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Protocol
 
 import trio
 
@@ -20,13 +21,25 @@ from trio_llm.errors import (
     NotSupportedError,
     fresh,
 )
-from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.wire.codec import decode_to_engine, encode
-from trio_llm.wire.messages import PlainValue, UtilityCall, UtilityResult
+from trio_llm.wire.messages import PlainValue, ToEngine, UtilityCall, UtilityResult
 
-__all__ = ["UtilityCalls"]
+__all__ = ["EngineLink", "UtilityCalls"]
 
 _Answer = UtilityResult | EngineDeadError | EngineGenerateError | EngineUnavailableError
+
+
+class EngineLink(Protocol):
+    """The way to an engine."""
+
+    @property
+    def is_up(self) -> bool:
+        """False: the engine is dead, and no other one has followed yet."""
+        ...
+
+    def send_nowait(self, message: ToEngine) -> None:
+        """Queue one message. Raises CodecError if it has no form on the wire."""
+        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +50,7 @@ class _Waiting:
     send: trio.MemorySendChannel[_Answer]
     max_deaths: int | None
     is_sent: bool = False
-    """To the engine that there is."""
+    """To the present incarnation."""
     num_deaths: int = 0
 
 
@@ -60,8 +73,8 @@ def _error_of_deaths(waiting: _Waiting, reason: str) -> EngineGenerateError | En
 
 
 def _check_has_form(method: str, args: Sequence[PlainValue]) -> None:
-    """Now, also while there is no engine: whoever asks gets the error, and not whoever sends it to the next one. What
-    the engine cannot read it drops, and never answers."""
+    """Checked at once, also while there is no engine, so that the caller gets the error. A message that the engine
+    cannot read is dropped there and never answered."""
     try:
         decode_to_engine(encode(UtilityCall(0, method, list(args))))
     except CodecError as error:
@@ -71,11 +84,10 @@ def _check_has_form(method: str, args: Sequence[PlainValue]) -> None:
 class UtilityCalls:
     """Numbers calls and gives each its own answer."""
 
-    def __init__(self, core: CoreClient) -> None:
-        self._core = core
+    def __init__(self, engine: EngineLink) -> None:
+        self._engine = engine
         self._numbers = count(1)
         self._waiting: dict[int, _Waiting] = {}
-        self._has_engine = True
         self._dead_error: EngineDeadError | None = None
 
     async def call(
@@ -86,8 +98,8 @@ class UtilityCalls:
         If the engine dies meanwhile and another one is started, the call is made again there.
 
         Args:
-            max_deaths: so many engines may die before they answer; 1: the call is about this engine, and not made
-                again; more: it may be what they die of.
+            max_deaths: incarnations that may die before one answers. 1: the call is about this incarnation, and is not
+                made again; more: the call may be what they die of.
 
         Cancellation: the engine may still carry the call out; its answer is dropped.
 
@@ -108,7 +120,7 @@ class UtilityCalls:
         waiting = _Waiting(UtilityCall(call_id, method, list(args)), send, max_deaths)
         self._waiting[call_id] = waiting
         try:
-            if self._has_engine:
+            if self._engine.is_up:
                 self._send(waiting)
             answer = await receive.receive()
         finally:
@@ -120,13 +132,12 @@ class UtilityCalls:
         return answer.value
 
     def resolve(self, result: UtilityResult) -> None:
-        """Give an answer to the one who waits for it, if anybody still does."""
+        """Give an answer to its caller, if that one still waits."""
         if waiting := self._waiting.pop(result.call_id, None):
             waiting.send.send_nowait(result)
 
-    def lose_engine(self, reason: str) -> None:
-        """The engine is dead, and there will be another one: calls wait for that, but for one that engines die of."""
-        self._has_engine = False
+    def on_engine_lost(self, reason: str) -> None:
+        """The engine is dead, and there will be another one: calls wait for it, except for one that engines die of."""
         for call_id, waiting in list(self._waiting.items()):
             waiting.num_deaths += waiting.is_sent
             waiting.is_sent = False
@@ -134,9 +145,8 @@ class UtilityCalls:
                 del self._waiting[call_id]
                 waiting.send.send_nowait(_error_of_deaths(waiting, reason))
 
-    def resume(self) -> None:
+    def resend(self) -> None:
         """Another engine is ready: it gets all calls that wait."""
-        self._has_engine = True
         for waiting in self._waiting.values():
             self._send(waiting)
 
@@ -148,5 +158,5 @@ class UtilityCalls:
         self._waiting.clear()
 
     def _send(self, waiting: _Waiting) -> None:
-        self._core.send_nowait(waiting.call)
+        self._engine.send_nowait(waiting.call)
         waiting.is_sent = True

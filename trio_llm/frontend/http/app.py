@@ -77,7 +77,7 @@ class App:
 
     def abort_running(self) -> int:
         """End every generation: its client gets a proper last event with the reason `abort`. Returns their number."""
-        return self._client.abort(self._running.ids())
+        return self._running.end_all(self._client)
 
     async def wait_idle(self) -> None:
         """Wait until no request is being answered. Cancellation: safe."""

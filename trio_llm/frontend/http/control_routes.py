@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from trio_llm.errors import InvalidRequestError, NotSupportedError
-from trio_llm.frontend.http.openai.fields import RequestBody
+from trio_llm.frontend.http.openai.body import RequestBody
 from trio_llm.frontend.http.request_reader import ApiContext
 from trio_llm.wire.messages import PlainValue
 

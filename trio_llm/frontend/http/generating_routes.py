@@ -12,7 +12,8 @@ from functools import partial
 import trio
 from starlette.responses import Response
 
-from trio_llm.frontend.http.answers.assembly import Choice, Event, Usage, whole_choices
+from trio_llm.errors import EngineUnavailableError
+from trio_llm.frontend.http.answers.assembly import TEXT_ONLY, Choice, Event, Usage, whole_choices
 from trio_llm.frontend.http.answers.generation import Generation
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, param_names
@@ -23,20 +24,23 @@ from trio_llm.frontend.http.openai.completions import (
     completion_params,
     limit_to_room,
 )
+from trio_llm.frontend.http.openai.fields import CommonFields
+from trio_llm.frontend.http.openai.logprobs import NameToken, token_id_name, token_text
 from trio_llm.frontend.http.openai.prompt_echo import chat_contents, completion_contents
 from trio_llm.frontend.http.openai.prompts import parse_prompts
 from trio_llm.frontend.http.openai.responses import (
-    AnswerHead,
     ChatChunks,
     CompletionChunks,
+    StreamUsage,
     chat_answer,
     completion_answer,
 )
+from trio_llm.frontend.http.openai.text_offsets import offsets_of_choices
 from trio_llm.frontend.http.request_reader import ApiContext, Call
 
 __all__ = ["chat", "complete"]
 
-WriteAnswer = Callable[[AnswerHead, list[Choice], Usage], bytes]
+WriteAnswer = Callable[[list[Choice], Usage], bytes]
 
 
 async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
@@ -58,18 +62,14 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         request_id=call.request_id,
         cache_salt=request.cache_salt,
         timeout=call.timeout,
-        contents=chat_contents(request, token_ids),
+        contents=chat_contents(request, token_ids) if request.repeats_prompt else TEXT_ONLY,
         param_names=param_names(request),
     )
-    head = call.head("chatcmpl")
+    head, name_token = call.head("chatcmpl"), _name_token(request)
     if not request.stream:
-        return await _whole(generation, head, chat_answer)
-    chunks = ChatChunks(
-        head,
-        with_usage=request.wants_usage,
-        with_continuous_usage=request.wants_continuous_usage,
-        prompt_token_ids=token_ids if request.return_token_ids else None,
-    )
+        return await _whole(api, generation, partial(chat_answer, head, name_token=name_token))
+    prompt_token_ids = token_ids if request.return_token_ids else None
+    chunks = ChatChunks(head, _usage(request), name_token, prompt_token_ids=prompt_token_ids)
     return _stream(api, generation, chunks)
 
 
@@ -93,13 +93,22 @@ async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
         timeout=call.timeout,
         contents=contents,
     )
-    head = call.head("cmpl")
+    make_offsets = None
+    if request.logprobs is not None:
+        make_offsets = offsets_of_choices(client.renderer.token_table, request, prompts, contents)
+    head, name_token = call.head("cmpl"), _name_token(request)
     if not request.stream:
-        return await _whole(generation, head, completion_answer)
-    chunks = CompletionChunks(
-        head, with_usage=request.wants_usage, with_continuous_usage=request.wants_continuous_usage
-    )
-    return _stream(api, generation, chunks)
+        write = partial(completion_answer, head, name_token=name_token, make_offsets=make_offsets)
+        return await _whole(api, generation, write)
+    return _stream(api, generation, CompletionChunks(head, _usage(request), name_token, make_offsets=make_offsets))
+
+
+def _name_token(request: CommonFields) -> NameToken:
+    return token_id_name if request.return_tokens_as_token_ids else token_text
+
+
+def _usage(request: CommonFields) -> StreamUsage:
+    return StreamUsage(at_the_end=request.wants_usage, in_every_chunk=request.wants_continuous_usage)
 
 
 def _stream(api: ApiContext, generation: Generation, renderer: EventRenderer) -> Response:
@@ -111,7 +120,11 @@ def _stream(api: ApiContext, generation: Generation, renderer: EventRenderer) ->
     )
 
 
-async def _whole(generation: Generation, head: AnswerHead, write_answer: WriteAnswer) -> Response:
+async def _whole(api: ApiContext, generation: Generation, write_answer: WriteAnswer) -> Response:
+    """
+    Raises:
+        EngineUnavailableError: the end of a drain has cut the answer. Clients would take a 200 for the whole of it.
+    """
     assembler = generation.assembler()
     events: list[Event] = []
     with generation.timeout.within():
@@ -119,7 +132,10 @@ async def _whole(generation: Generation, head: AnswerHead, write_answer: WriteAn
             async for index, output in outputs:
                 events.extend(assembler.feed(index, output))
     assembler.check_finished()
-    write = partial(write_answer, head, whole_choices(events), assembler.usage)
+    choices = whole_choices(events)
+    if api.running.are_ended and any(choice.finish_reason == "abort" for choice in choices):
+        raise EngineUnavailableError("the server is stopping, and had no time to finish this answer; send it again")
+    write = partial(write_answer, choices, assembler.usage)
     # Log-probabilities of prompts may be a hundred thousand: in a thread, streams get a turn meanwhile.
     is_long = generation.params.prompt_logprobs is not None
     body = await trio.to_thread.run_sync(write, abandon_on_cancel=True) if is_long else write()

@@ -1,11 +1,11 @@
-"""JSON bodies: bytes to an object, refusing what JSON does not have and what would hold up the process.
+"""JSON bodies: bytes become an object. Bodies that are not JSON, or would hold up the process, are refused.
 
-Pure. Used by every route that takes a body. NaN, infinities, bytes that are not UTF-8, lone surrogates, deep
-nesting and huge numbers are refused here, once, and not where they would surface.
+Pure. Used by the request reader. NaN, infinities, bytes that are not UTF-8, lone surrogates, deep nesting and huge
+numbers are refused here, once, and not where they would surface.
 
-No parser lets go of the interpreter lock while it works, so that a thread does not help: every stream of the process
-waits. Its time goes into the values it makes, not into bytes: 16 MiB of text take a few milliseconds, but 5 million
-empty lists two seconds. Therefore the values of a big body are counted first.
+No parser releases the interpreter lock while it works, so a thread alone does not help: every stream of the process
+waits. The time goes into the values that a parser makes, not into bytes: 16 MiB of text take a few milliseconds, but 5
+million empty lists two seconds. Therefore the values of a big body are counted first.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ MAX_ITEMS: Final = 1024 * 1024
 MAX_CONTAINERS: Final = 64 * 1024
 """Lists and objects."""
 MAX_STRINGS: Final = 256 * 1024
-"""Keys among them."""
+"""Strings, keys included."""
 MAX_DIGITS: Final = 400
-"""Of one number. Reading a long one takes the square of its length."""
+"""Digits of one number. The time to read a long one grows with the square of its length."""
 
 _DIGITS_TO_ZERO: Final = bytes.maketrans(b"123456789", b"0" * 9)
 
@@ -39,7 +39,7 @@ def parse_json_object(body: bytes, content_type: str | None) -> dict[str, Any]:
     """The JSON object in `body`.
 
     Args:
-        content_type: the header; None, if there was none, is taken for JSON.
+        content_type: the header. A body without the header is taken for JSON.
 
     Raises:
         InvalidRequestError: not JSON, or not an object, or one of too many values. `param` names a field that holds
@@ -104,7 +104,7 @@ def _too_many(what: str, limit: int) -> InvalidRequestError:
 
 
 def _path_of_non_finite(body: bytes) -> str | None:
-    """Where a small body that was refused has a NaN or an infinite number; None if that is not what is wrong."""
+    """The path of a NaN or an infinite number in a small body that was refused. None if it has no such number."""
     try:
         value = json.loads(body)  # which takes them
     except (ValueError, RecursionError):

@@ -5,47 +5,43 @@ Pure. Made once, for /openapi.json.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
+import msgspec
 from pydantic.json_schema import models_json_schema
 
+from trio_llm.frontend.http.openai.answer_bodies import Error
 from trio_llm.frontend.http.route_table import ROUTES, ControlRoute, ModelRoute, ProbeRoute, Route
 
 __all__ = ["openapi_document"]
 
-_ERROR_SCHEMA = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {
-        "error": {
-            "type": "object",
-            "required": ["message", "type", "param", "code"],
-            "properties": {
-                "message": {"type": "string"},
-                "type": {"type": "string"},
-                "param": {"type": ["string", "null"]},
-                "code": {"type": "integer", "description": "The HTTP status."},
-            },
-        }
-    },
-}
+_REFERENCE: Final = "#/components/schemas/"
 
 
 def openapi_document(version: str) -> dict[str, Any]:
     """OpenAPI 3.1, as a tree that JSON can hold. Control routes are not in it."""
-    _, schemas = models_json_schema(
-        [(route.body, "validation") for route in ROUTES if isinstance(route, ModelRoute)],
-        ref_template="#/components/schemas/{model}",
+    routes = [route for route in ROUTES if not isinstance(route, ControlRoute)]
+    _, requests = models_json_schema(
+        [(route.body, "validation") for route in routes if isinstance(route, ModelRoute)],
+        ref_template=_REFERENCE + "{model}",
     )
-    paths = {
-        route.path: {route.method.lower(): _operation(route)} for route in ROUTES if not isinstance(route, ControlRoute)
-    }
+    types = dict.fromkeys(kind for route in routes for kind in _answer_types(route))
+    _, answers = msgspec.json.schema_components([*types, Error], ref_template=_REFERENCE + "{name}")
     return {
         "openapi": "3.1.0",
         "info": {"title": "trio_llm", "version": version},
-        "paths": paths,
-        "components": {"schemas": {**schemas["$defs"], "Error": _ERROR_SCHEMA}},
+        "paths": {route.path: {route.method.lower(): _operation(route)} for route in routes},
+        "components": {"schemas": {**requests["$defs"], **answers}},
     }
+
+
+def _answer_types(route: Route) -> list[Any]:
+    kinds = [route.answer]
+    if isinstance(route, ModelRoute):
+        kinds.append(route.chunk)
+    if isinstance(route, ProbeRoute):
+        kinds.append(route.failure)
+    return [kind for kind in kinds if kind is not None]
 
 
 def _operation(route: Route) -> dict[str, Any]:
@@ -53,26 +49,28 @@ def _operation(route: Route) -> dict[str, Any]:
     if "{name}" in route.path:
         operation["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}]
     if isinstance(route, ModelRoute):
-        operation["requestBody"] = {"required": True, "content": _content(route.body.__name__)}
+        operation["requestBody"] = {"required": True, "content": _json(route.body)}
     operation["responses"] = {
         "200": _success(route),
-        "default": {"description": "What is wrong.", "content": _content("Error")},
+        "default": {"description": "What is wrong.", "content": _json(Error)},
     }
+    if isinstance(route, ProbeRoute) and route.failure is not None:
+        operation["responses"]["503"] = {"description": "The state of the engine.", "content": _json(route.failure)}
     return operation
 
 
 def _success(route: Route) -> dict[str, Any]:
-    if isinstance(route, ModelRoute) and route.streams:
-        return {
-            "description": "The answer; with stream, server-sent events that end with [DONE].",
-            "content": {"application/json": {}, "text/event-stream": {}},
+    if isinstance(route, ModelRoute) and route.chunk is not None:
+        events = {
+            "schema": {"type": "string", "description": "Server-sent events. The data of the last one is [DONE]."},
+            "x-event-data-schema": {"$ref": _REFERENCE + route.chunk.__name__},
         }
-    if isinstance(route, ModelRoute):
-        return {"description": "One entry for each, in order.", "content": {"application/json": {}}}
-    media_type = route.media_type if isinstance(route, ProbeRoute) else "application/json"
-    return {"description": route.summary, "content": {media_type: {}}}
+        return {"description": "The answer.", "content": {**_json(route.answer), "text/event-stream": events}}
+    if route.answer is None:
+        return {"description": route.summary, "content": {"text/plain": {"schema": {"type": "string"}}}}
+    return {"description": route.summary, "content": _json(route.answer)}
 
 
-def _content(name: str) -> dict[str, Any]:
-    """JSON that a schema of this document describes."""
-    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+def _json(kind: type) -> dict[str, Any]:
+    """JSON of a type that has a schema in this document."""
+    return {"application/json": {"schema": {"$ref": _REFERENCE + kind.__name__}}}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 import trio
 from starlette.requests import Request
@@ -16,9 +16,10 @@ from trio_llm.config import ServerConfig
 from trio_llm.errors import ModelNotFoundError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.answers.generation import RunningRequests
+from trio_llm.frontend.http.content_coding import decode_content, find_coding
 from trio_llm.frontend.http.json_body import BIG_BODY_BYTES, parse_json_object
 from trio_llm.frontend.http.model_names import model_names
-from trio_llm.frontend.http.openai.fields import ModelRequest, RequestBody, parse_body
+from trio_llm.frontend.http.openai.body import ModelRequest, RequestBody, parse_body
 from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.server.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
 from trio_llm.frontend.requests.input_processor import check_task
@@ -51,7 +52,9 @@ class RequestReader:
 
     def __init__(self, client: EngineClient, config: ServerConfig) -> None:
         self._client = client
-        self._config = config
+        self._max_body_bytes = config.max_body_bytes
+        self.model_names: Final = model_names(client.config, config)
+        """The served names; the first one is the main one."""
         # One at a time: parsing holds the interpreter lock, so that two would only take turns.
         self._big_bodies = trio.CapacityLimiter(1)
 
@@ -92,23 +95,25 @@ class RequestReader:
 
         Raises:
             InvalidRequestError: it is no JSON object, or not one that the model describes.
+            ContentCodingError: it is in a coding that is not known.
+            BodyTooLargeError: it is larger than the limit once it is decoded.
         """
         return parse_body(model, await self._json(http))
 
     async def _json(self, http: Request) -> dict[str, Any]:
         body = await http.body()
         content_type = http.headers.get("content-type")
-        if len(body) <= BIG_BODY_BYTES:
+        codings = http.headers.getlist("content-encoding")
+        coding = find_coding(codings) if codings else None
+        if coding is None and len(body) <= BIG_BODY_BYTES:
             return parse_json_object(body, content_type)
-        # In a thread, streams get a turn at least between the passes over the body.
-        return await trio.to_thread.run_sync(
-            parse_json_object, body, content_type, limiter=self._big_bodies, abandon_on_cancel=True
-        )
 
-    @property
-    def model_names(self) -> tuple[str, ...]:
-        """The served names; the first one is the main one."""
-        return model_names(self._client.config, self._config)
+        def read() -> dict[str, Any]:
+            decoded = body if coding is None else decode_content(body, coding, limit=self._max_body_bytes)
+            return parse_json_object(decoded, content_type)
+
+        # In a thread, streams get a turn at least between the passes over the body.
+        return await trio.to_thread.run_sync(read, limiter=self._big_bodies, abandon_on_cancel=True)
 
     def model_name(self, asked: str | None) -> str:
         """The served name that a request uses; the first one if it names none.

@@ -17,9 +17,10 @@ from trio_llm.frontend.http import control_routes as control
 from trio_llm.frontend.http import generating_routes as generating
 from trio_llm.frontend.http import model_routes as models
 from trio_llm.frontend.http import pooling_routes as pooling
+from trio_llm.frontend.http.openai import answer_bodies as bodies
+from trio_llm.frontend.http.openai.body import ModelRequest
 from trio_llm.frontend.http.openai.chat import ChatRequest
 from trio_llm.frontend.http.openai.completions import CompletionRequest
-from trio_llm.frontend.http.openai.fields import ModelRequest
 from trio_llm.frontend.http.openai.pooling import EmbeddingRequest, PoolingRequest, ScoreRequest
 from trio_llm.frontend.http.request_reader import ApiContext, Call
 
@@ -36,9 +37,12 @@ class ModelRoute(Generic[Asked]):
     summary: str
     handler: Callable[[ApiContext, Call[Asked]], Awaitable[Response]]
     body: type[Asked]
+    answer: Any
+    """The type of a whole answer: one of `answer_bodies`."""
+    chunk: Any = None
+    """The type of an event's data in a stream. None: this route does not stream."""
     task: str | None = None
     """What the served model must be able to do. None: the handler checks that."""
-    streams: bool = False
     method: Literal["POST"] = "POST"
 
 
@@ -50,6 +54,8 @@ class PlainRoute:
     summary: str
     handler: Callable[[ApiContext, Request], Awaitable[Response]]
     method: Literal["GET", "POST"] = "GET"
+    answer: Any = None
+    """None: no JSON, or not documented for programs."""
 
 
 class ControlRoute(PlainRoute):
@@ -64,11 +70,18 @@ class ProbeRoute:
 
     path: str
     summary: str
-    media_type: str = "application/json"
+    answer: Any
+    """The type of an answer with the status 200. None: text for Prometheus."""
+    failure: Any = None
+    """The type of an answer with the status 503, if it has one of its own."""
     method: Literal["GET"] = "GET"
 
 
 Route = ModelRoute[Any] | PlainRoute | ProbeRoute
+
+
+def _probe(path: str, summary: str) -> ProbeRoute:
+    return ProbeRoute(path=path, summary=summary, answer=bodies.ProbePassed, failure=bodies.ProbeFailed)
 
 
 ROUTES: Final[tuple[Route, ...]] = (
@@ -77,22 +90,25 @@ ROUTES: Final[tuple[Route, ...]] = (
         summary="Answer a conversation",
         handler=generating.chat,
         body=ChatRequest,
+        answer=bodies.ChatCompletion,
+        chunk=bodies.ChatChunk,
         task="generate",
-        streams=True,
     ),
     ModelRoute(
         path="/v1/completions",
         summary="Continue one or several texts",
         handler=generating.complete,
         body=CompletionRequest,
+        answer=bodies.Completion,
+        chunk=bodies.CompletionChunk,
         task="generate",
-        streams=True,
     ),
     ModelRoute(
         path="/v1/embeddings",
         summary="Embed one or several texts",
         handler=pooling.embed,
         body=EmbeddingRequest,
+        answer=bodies.EmbeddingList,
         task="embed",
     ),
     ModelRoute(
@@ -100,22 +116,26 @@ ROUTES: Final[tuple[Route, ...]] = (
         summary="Embed or classify one or several texts",
         handler=pooling.pool,
         body=PoolingRequest,
+        answer=bodies.PoolingList,
     ),
     ModelRoute(
         path="/score",
         summary="Compare texts by their embeddings",
         handler=pooling.score,
         body=ScoreRequest,
+        answer=bodies.ScoreList,
         task="score",
     ),
-    PlainRoute(path="/v1/models", summary="The names that are served", handler=models.list_models),
-    PlainRoute(path="/v1/models/{name}", summary="One of them", handler=models.show_model),
-    ProbeRoute(path="/health", summary="200 only if the engine answers now; 503 with its state otherwise"),
-    ProbeRoute(path="/readyz", summary="As /health"),
-    ProbeRoute(path="/livez", summary="200 unless the engine is dead for good"),
-    ProbeRoute(path="/startupz", summary="200 once the model was loaded"),
-    ProbeRoute(path="/version", summary="The version of this server"),
-    ProbeRoute(path="/metrics", summary="Statistics for Prometheus", media_type="text/plain"),
+    PlainRoute(
+        path="/v1/models", summary="The names that are served", handler=models.list_models, answer=bodies.ModelList
+    ),
+    PlainRoute(path="/v1/models/{name}", summary="One of them", handler=models.show_model, answer=bodies.ModelCard),
+    _probe("/health", "200 only if the engine answers now; 503 with its state otherwise"),
+    _probe("/readyz", "As /health"),
+    _probe("/livez", "200 unless the engine is dead for good"),
+    _probe("/startupz", "200 once the model was loaded"),
+    ProbeRoute(path="/version", summary="The version of this server", answer=bodies.Version),
+    ProbeRoute(path="/metrics", summary="Statistics for Prometheus", answer=None),
     ControlRoute(method="POST", path="/sleep", handler=control.sleep, summary="Give the engine's memory back"),
     ControlRoute(method="POST", path="/wake_up", handler=control.wake_up, summary="Undo /sleep"),
     ControlRoute(method="GET", path="/is_sleeping", handler=control.show_sleeping, summary="Is any part asleep"),

@@ -1,17 +1,15 @@
-"""Routes as an ASGI app: a router over the table of routes, with the prologue that all requests to the model share.
+"""Routes as an ASGI app: finds the route of a request, and calls its handler after the prologue.
 
 Loaded by the app when it is needed first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import msgspec
-import starlette.routing
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -29,6 +27,8 @@ __all__ = ["create_routes"]
 
 Endpoint = Callable[[Request], Awaitable[Response]]
 
+_NAME: Final = "{name}"
+
 
 def create_routes(client: EngineClient, config: ServerConfig, running: RunningRequests) -> ASGIApp:
     """The routes as one ASGI app for scopes of type `http`.
@@ -37,32 +37,51 @@ def create_routes(client: EngineClient, config: ServerConfig, running: RunningRe
     here: the shell makes replies of errors.
     """
     api = ApiContext(client=client, config=config, running=running, reader=RequestReader(client, config))
-    routes = [
-        _route(route.path, route.method, _endpoint(api, route))
-        for route in ROUTES
-        if not isinstance(route, ProbeRoute) and (config.dev_mode or not isinstance(route, ControlRoute))
-    ]
-    routes.append(_route("/openapi.json", "GET", _describing()))
-    router = starlette.routing.Router(routes, redirect_slashes=False)
+    router = _Router()
+    router.add("GET", "/openapi.json", _describing())
+    for route in ROUTES:
+        if not isinstance(route, ProbeRoute) and (config.dev_mode or not isinstance(route, ControlRoute)):
+            router.add(route.method, route.path, _endpoint(api, route))
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        scope["app"] = app  # makes the router raise its 404 and 405 rather than write texts
-        try:
-            await router(scope, receive, send)
-        except HTTPException as error:
-            if error.status_code == 404:
-                raise RouteNotFoundError(scope["path"]) from None
-            if error.status_code == 405:
-                allow = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
-                raise MethodNotAllowedError(scope["method"], allow) from None
-            raise
+        response = await router.find(scope)(Request(scope, receive))
+        await response(scope, receive, send)
 
     return app
 
 
-def _route(path: str, method: str, endpoint: Endpoint) -> starlette.routing.Route:
-    # The last part of a path may have slashes in it: names of models do.
-    return starlette.routing.Route(path.replace("{name}", "{name:path}"), endpoint, methods=[method])
+class _Router:
+    """Finds an endpoint by path and method. Starlette's router would be five more calls around each answer."""
+
+    def __init__(self) -> None:
+        self._endpoints: dict[str, dict[str, Endpoint]] = {}
+        """By path, then by method."""
+
+    def add(self, method: str, path: str, endpoint: Endpoint) -> None:
+        """Serve `path`. `{name}` at its end stands for the rest of a path, slashes included, as models' names have."""
+        self._endpoints.setdefault(path, {})[method] = endpoint
+
+    def find(self, scope: Scope) -> Endpoint:
+        """The endpoint of a request. HEAD is GET: the server leaves the body out.
+
+        Raises:
+            RouteNotFoundError, MethodNotAllowedError: there is none.
+        """
+        path, method = scope["path"], scope["method"]
+        by_method = self._endpoints.get(path) or self._find_open(path, scope)
+        endpoint = by_method.get("GET" if method == "HEAD" else method)
+        if endpoint is None:
+            allowed = ", ".join("GET, HEAD" if one == "GET" else one for one in sorted(by_method))
+            raise MethodNotAllowedError(method, allowed)
+        return endpoint
+
+    def _find_open(self, path: str, scope: Scope) -> Mapping[str, Endpoint]:
+        for known, by_method in self._endpoints.items():
+            beginning = known.removesuffix(_NAME)
+            if beginning != known and path.startswith(beginning) and path != beginning:
+                scope["path_params"] = {"name": path.removeprefix(beginning)}
+                return by_method
+        raise RouteNotFoundError(path)
 
 
 def _endpoint(api: ApiContext, route: ModelRoute[Any] | PlainRoute) -> Endpoint:

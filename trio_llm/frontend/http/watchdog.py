@@ -1,4 +1,4 @@
-"""Watchdog: stops a server whose engine is dead for good. Runs in the nursery of whoever serves."""
+"""Watchdog: stops a server whose engine is dead for good. Used by `serve`, in its nursery."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["GRACE_S", "watch"]
 logger = logging.getLogger(__name__)
 
 GRACE_S: Final = 5.0
-"""From the engine's death to the server's end: clients are told meanwhile, and probes see /health at 503."""
+"""Time between the engine's death and the server's end, in which clients get their errors and probes see a 503."""
 
 
 async def watch(client: EngineClient, stop_server: Callable[[], None], *, grace_s: float = GRACE_S) -> None:
-    """Once the engine is dead, wait `grace_s` and stop the server, unless the client wants it kept alive.
+    """Once the engine is dead, wait `grace_s` seconds and stop the server, unless the client wants it kept alive.
 
     Cancellation: safe.
     """

@@ -1,29 +1,27 @@
-"""LibraryCalls: whole answers, chats and many prompts at once, for programs that use an `EngineClient` directly.
+"""LibraryCalls: whole answers, chats and many prompts at once, for programs that use a client directly.
 
-Everything here is made of `generate()` and the renderer, so every client has it. The HTTP routes do without.
+Everything here is made of `generate()`, `encode()` and the renderer, so any client can derive from it. The HTTP routes
+do without.
 """
 
 from __future__ import annotations
 
-import abc
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
+from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.library.bulk import MapResults, Prompts, open_map
 from trio_llm.frontend.requests.input_processor import check_task
 from trio_llm.frontend.requests.pooling import cosine, run_in_order
-from trio_llm.outputs import PoolingOutput, RequestOutput
+from trio_llm.frontend.requests.stream import RequestStream
+from trio_llm.outputs import RequestOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
-
-if TYPE_CHECKING:
-    from trio_llm.frontend.engine_client import RequestStream
-    from trio_llm.frontend.rendering.renderer import Renderer
 
 __all__ = ["ChatStream", "LibraryCalls", "Message"]
 
@@ -31,39 +29,8 @@ Message = Mapping[str, Any]
 """`{"role": "user", "content": "Hello"}`, in the form of OpenAI's API."""
 
 
-class LibraryCalls(abc.ABC):
-    """The base of `EngineClient`."""
-
-    @property
-    @abc.abstractmethod
-    def renderer(self) -> Renderer: ...
-
-    @abc.abstractmethod
-    def check_admission(self) -> None: ...
-
-    @abc.abstractmethod
-    def get_supported_tasks(self) -> tuple[str, ...]: ...
-
-    @abc.abstractmethod
-    def generate(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> RequestStream: ...
-
-    @abc.abstractmethod
-    async def encode(
-        self,
-        prompt: str | list[int],
-        params: PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-    ) -> PoolingOutput: ...
+class LibraryCalls(EngineClient):
+    """The base of clients that programs use directly."""
 
     async def complete(
         self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any

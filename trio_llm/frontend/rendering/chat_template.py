@@ -23,18 +23,18 @@ from trio_llm.errors import EngineStartupError, InvalidRequestError
 from trio_llm.frontend.rendering.messages import plain_messages
 from trio_llm.sampling import is_valid_text
 
-__all__ = ["MAX_RENDERED_CHARS", "ChatTemplate"]
+__all__ = ["MAX_RENDERED_CHARS", "RESERVED_KWARGS", "ChatTemplate"]
 
 MAX_RENDERED_CHARS: Final = 32 * 1024 * 1024
 
-_RESERVED: Final = frozenset(
+RESERVED_KWARGS: Final = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "bos_token", "eos_token", "raise_exception"}
     | {"strftime_now", "continue_final_message", "tokenize"}
 )
 """Names that a request must not set through the extra variables of a template."""
 
 _CUT_MARK: Final = "\ue0f0trio_llm cuts here\ue0f1"
-"""Put behind the last message to find its end in the rendered text. Of the private use area: no text means it."""
+"""Stands behind the last message, to find its end in the rendered text. Its characters are for private use."""
 
 
 class ChatTemplate:
@@ -42,7 +42,7 @@ class ChatTemplate:
 
     Args:
         source: Jinja, in the dialect of transformers. None: the model has no template, and rendering says so.
-        tokens: what `bos_token` and `eos_token` stand for inside the template.
+        tokens: the texts of `bos_token` and `eos_token` inside the template.
 
     Raises:
         ValueError: `source` is not valid Jinja.
@@ -64,7 +64,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, model_dir: Path, config: Mapping[str, Any]) -> ChatTemplate:
-        """Of a model directory: chat_template.jinja, else what tokenizer_config.json (`config`) has. Blocking.
+        """Read a model directory: chat_template.jinja, else the template of tokenizer_config.json (`config`). Blocking.
 
         Raises:
             EngineStartupError: there is one and it is not valid; one line that names the directory.
@@ -113,7 +113,7 @@ class ChatTemplate:
         if continue_final_message:
             plain[-1]["content"] += _CUT_MARK
         variables = {
-            # What templates test for even if nobody gave any.
+            # Templates test for these even if there are none.
             "tools": None,
             "documents": None,
             **self._tokens,
@@ -159,7 +159,7 @@ class ChatTemplate:
 
     def _allowed(self, template_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         for name in template_kwargs:
-            if name in _RESERVED:
+            if name in RESERVED_KWARGS:
                 raise InvalidRequestError(f"chat_template_kwargs must not set {name}", f"chat_template_kwargs.{name}")
         return {name: value for name, value in template_kwargs.items() if name in self._variables}
 

@@ -12,16 +12,16 @@ from trio_llm.errors import InvalidRequestError
 from trio_llm.quoting import quote
 from trio_llm.sampling import is_valid_text
 
-__all__ = ["MAX_MESSAGES", "MAX_PARTS", "plain_messages"]
+__all__ = ["MAX_MESSAGES", "MAX_PARTS", "ROLES", "TEXT_FIELDS", "UNSUPPORTED_FIELDS", "plain_messages"]
 
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 1024
 """Parts of one message."""
 
-_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
-_TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content")
-_NOT_SUPPORTED: Final = ("tool_calls", "function_call", "audio")
-"""Fields that would change the prompt; null and empty ones change nothing. Fields unknown to us are left out."""
+ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+TEXT_FIELDS: Final = ("name", "tool_call_id", "reasoning_content")
+UNSUPPORTED_FIELDS: Final = ("tool_calls", "function_call", "audio")
+"""Fields that would change the prompt. Null and empty ones change nothing. Fields that are not known are left out."""
 
 
 def plain_messages(messages: Any) -> list[dict[str, Any]]:
@@ -47,15 +47,15 @@ def _message(message: Any, path: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequestError(f"{path} must be an object, not {quote(message)}", path)
     role = message.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise InvalidRequestError(
-            f"{path}.role must be one of {', '.join(sorted(_ROLES))}, not {quote(role)}", f"{path}.role"
+            f"{path}.role must be one of {', '.join(sorted(ROLES))}, not {quote(role)}", f"{path}.role"
         )
-    for name in _NOT_SUPPORTED:
+    for name in UNSUPPORTED_FIELDS:
         if message.get(name):
             raise InvalidRequestError(f"{path}.{name} is not supported by this server", f"{path}.{name}")
     plain: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, f"{path}.content")}
-    for name in _TEXT_FIELDS:
+    for name in TEXT_FIELDS:
         if message.get(name) is not None:
             plain[name] = _text(message[name], f"{path}.{name}")
     return plain

@@ -70,11 +70,11 @@ class Renderer:
 
     @property
     def token_table(self) -> TokenTable:
-        """What each id stands for."""
+        """The bytes of each id."""
         return self.tokenizer.table
 
     async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt. Ids are given back as they are: whoever builds the request checks them.
+        """The ids of a prompt. A list of ids comes back as it is: the input processor checks them.
 
         Cancellation: safe. A worker thread that has begun goes on to its end, holds its place until then, and its
         result is dropped.
@@ -124,6 +124,19 @@ class Renderer:
         """
         decode = functools.partial(self._decode, token_ids, skip_special_tokens=skip_special_tokens)
         return await self._run(decode, size=4 * len(token_ids))
+
+    async def render_offsets(self, token_ids: list[int], text: str) -> list[int]:
+        """Where the tokens of a prompt begin in its text, in characters.
+
+        Tokens inside a character have the offset of the character; special tokens that `text` does not show have the
+        offset of what follows them. Where the tokenizer normalizes text, offsets may be off; none is behind the end.
+
+        Cancellation: as `render_prompt`.
+
+        Raises:
+            InvalidRequestError: as `render_text`.
+        """
+        return await self._run(functools.partial(self._find_offsets, token_ids, text), size=4 * len(token_ids))
 
     def token_text(self, token_id: int) -> str:
         """One token as text; bytes that are not valid UTF-8 on their own show as U+FFFD. Raises as `render_text`."""
@@ -178,16 +191,36 @@ class Renderer:
 
     def _decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         table = self.token_table
+        self._check_ids(token_ids)
+        if table.scheme == "decode":
+            return table.decode(token_ids, skip_special_tokens)
+        detokenizer = make_detokenizer(table, (), skip_special_tokens=skip_special_tokens)
+        return detokenizer.feed(token_ids) + detokenizer.finish()
+
+    def _check_ids(self, token_ids: list[int]) -> None:
+        table = self.token_table
         try:
             table.check(token_ids)
         except TokenIdError:
             raise InvalidRequestError(
                 f"the prompt's token ids must be from 0 to {table.logits_width - 1}, the model's vocabulary", "prompt"
             ) from None
-        if table.scheme == "decode":
-            return table.decode(token_ids, skip_special_tokens)
-        detokenizer = make_detokenizer(table, (), skip_special_tokens=skip_special_tokens)
-        return detokenizer.feed(token_ids) + detokenizer.finish()
+
+    def _find_offsets(self, token_ids: list[int], text: str) -> list[int]:
+        table = self.token_table
+        self._check_ids(token_ids)
+        detokenizer = make_detokenizer(table, (), skip_special_tokens=False)
+        offsets, end = [], 0
+        for token_id in token_ids:
+            offsets.append(min(end, len(text)))
+            piece = detokenizer.feed((token_id,))
+            if not text.startswith(piece, end):
+                if token_id in table.special_ids:
+                    continue  # added by the tokenizer, or left out of the text
+                if piece.startswith(" ") and text.startswith(piece[1:], end):
+                    piece = piece[1:]  # a space that the tokenizer puts before the first word
+            end += len(piece)
+        return offsets
 
     def _encode_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         found: dict[tuple[int, ...], None] = {}

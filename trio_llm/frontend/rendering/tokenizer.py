@@ -103,15 +103,14 @@ class Tokenizer:
             raise EngineStartupError(f"MODEL {str(model_dir)!r}: tokenizer.json is not usable: {reason}") from error
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text to ids. Other threads run meanwhile: of the library's ways to encode only the batch ones let go of
-        the interpreter lock.
+        """Text to ids. Other threads run meanwhile: only the library's batch methods release the interpreter lock.
 
         `text` must be valid: a lone surrogate raises UnicodeEncodeError.
         """
         return self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def count_at_least(self, text: str) -> int:
-        """Tokens that `text` has at least, without encoding it; 0 if nothing is certain. Cheap."""
+        """A lower bound of the tokens of `text`, without encoding it. 0 if nothing is certain. Cheap."""
         if self.max_token_chars is None:
             return 0
         num_chars = len(text) - sum(map(text.count, self._dropped_chars))

@@ -5,19 +5,20 @@ Used by `RequestRegistry`, which has one per engine. Synchronous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 import trio
 
 from trio_llm.errors import CodecError, InvalidRequestError
-from trio_llm.frontend.requests.in_flight import InFlightRequest
+from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.requests.resumption import Resumption
 from trio_llm.frontend.statistics.iteration import EngineRecorder
+from trio_llm.outputs import FinishReason
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
@@ -37,6 +38,15 @@ class EngineLink(Protocol):
         """False from the death of an incarnation until the next one is ready. Nothing is sent meanwhile."""
         ...
 
+    @property
+    def is_dead(self) -> bool:
+        """No other incarnation follows the last one."""
+        ...
+
+    def can_run(self, *, has_begun: bool) -> bool:
+        """The engine is free to work for a request: not asleep, and not paused for requests that have begun or not."""
+        ...
+
     def send_nowait(self, message: ToEngine) -> None:
         """Queue one message. Synchronous.
 
@@ -54,7 +64,7 @@ class EngineRequests:
     """
 
     def __init__(self, link: EngineLink, recorder: EngineRecorder, in_flight: Mapping[str, InFlightRequest]) -> None:
-        self._link = link
+        self.link = link
         self._in_flight = in_flight
         self._resumption = Resumption[RequestState]()
         self.recorder = recorder
@@ -63,7 +73,13 @@ class EngineRequests:
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         """This engine's unfinished requests, in order of arrival."""
-        return (request for request in self._in_flight.values() if request.engine_index == self._link.index)
+        return (request for request in self._in_flight.values() if request.engine_index == self.link.index)
+
+    @property
+    def num_expected(self) -> int:
+        """Requests that the engine has and owes an answer."""
+        owed = RequestStatus.SENT, RequestStatus.ABORTING
+        return sum(request.state.status in owed for request in self)
 
     def send(self, request: InFlightRequest, message: EngineCoreRequest | Continue) -> None:
         """Send a request, or let it wait for the next incarnation if there is none now.
@@ -72,8 +88,8 @@ class EngineRequests:
             CodecError: it has no form on the wire.
         """
         state = request.state
-        if self._link.is_up:
-            self._link.send_nowait(message)
+        if self.link.is_up:
+            self.link.send_nowait(message)
             state.mark_sent()
             return
         encode(message)  # the caller gets the error now; `on_ready` sends it
@@ -84,6 +100,19 @@ class EngineRequests:
         """Send a request to an incarnation that does not have it, to go on after what was delivered."""
         self.send(request, _make_resumed(request, trio.current_time()))
 
+    def send_all(self, choices: Sequence[InFlightRequest]) -> None:
+        """Send new requests, all or none.
+
+        Raises:
+            CodecError: one of them has no form on the wire. The engine is sent an abort for those before it.
+        """
+        try:
+            for choice in choices:
+                self.send(choice, choice.state.request)
+        except CodecError:
+            self.abort([choice.state.request_id for choice in choices if choice.state.status is RequestStatus.SENT])
+            raise
+
     def send_input(
         self,
         session: InFlightRequest,
@@ -93,7 +122,16 @@ class EngineRequests:
         token_ids: list[int],
         num_input_tokens: int,
     ) -> None:
-        """Send the next input of a session that is not over. Arguments and errors: as `RequestRegistry.send_input`."""
+        """Send the next input of a session that is not over.
+
+        Args:
+            message: carries the input to an engine that has all before it.
+            token_ids: all inputs and answers, this input included; the list may grow afterwards.
+            num_input_tokens: tokens of all inputs so far, this one included.
+
+        Raises:
+            InvalidRequestError: it has no form on the wire.
+        """
         state = session.state
         try:
             encode(message)
@@ -111,7 +149,7 @@ class EngineRequests:
     def abort(self, request_ids: list[str]) -> None:
         """Let the engine forget requests that it has."""
         if request_ids:
-            self._link.send_nowait(Abort(request_ids))
+            self.link.send_nowait(Abort(request_ids))
 
     def record_tokens(self, request: InFlightRequest, count: int, now_s: float) -> None:
         """A row brought tokens for the reader."""
@@ -129,6 +167,15 @@ class EngineRequests:
             )
         else:
             self.recorder.first_tokens_of_sibling(clock, count, now_s)
+
+    def record_vector(self, request: InFlightRequest) -> None:
+        """A row brought the vector of a pooling request."""
+        state = request.state
+        self.recorder.vector(num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens)
+
+    def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
+        """A request is over for its reader."""
+        self.recorder.request_finished(make_finished_stats(request, reason, trio.current_time()))
 
     def finish_trial(self, request: InFlightRequest) -> None:
         """A suspect has got a token, or will get none. If it was on trial, the next one is sent."""
@@ -149,7 +196,6 @@ class EngineRequests:
         for request in requests:
             if request.state.status is RequestStatus.SENT:
                 request.state.move(RequestStatus.UNSENT)
-        self.recorder.engine_gone()
         return None if suspect is None else self._in_flight[suspect.request_id]
 
     def on_ready(self) -> None:
@@ -165,7 +211,7 @@ class EngineRequests:
         unsent = {request.state for request in requests if request.state.status is RequestStatus.UNSENT}
         has_any = any(request.state.status in (RequestStatus.SENT, RequestStatus.ABORTING) for request in requests)
         suspects, on_trial = self._resumption.suspects, self._resumption.on_trial
-        if self._link.is_up:
+        if self.link.is_up:
             assert unsent == set(suspects), "what is not sent waits for a trial"
             assert on_trial is not None or not suspects, "suspects wait, and none is tried"
         else:

@@ -5,16 +5,22 @@ Kept by `RequestRegistry`. The request's stream and the output handler look at i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trio_llm.frontend.requests.collector import RequestOutputCollector
+import trio
+
+from trio_llm.frontend.requests.collector import RepeatingCollector, RequestOutputCollector
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
+from trio_llm.frontend.requests.output.output_processor import OutputProcessor
+from trio_llm.frontend.requests.output.parallel_sampling import Family
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock
 from trio_llm.frontend.statistics.stats import FinishedRequestStats
 from trio_llm.outputs import FinishReason
+from trio_llm.wire.messages import EngineCoreRequest
 
-__all__ = ["InFlightRequest", "make_finished_stats"]
+__all__ = ["InFlightRequest", "make_choices", "make_finished_stats"]
 
 
 @dataclass(slots=True, eq=False)
@@ -36,6 +42,36 @@ class InFlightRequest:
         """It is not over for its reader."""
         status = self.state.status
         return status is not RequestStatus.ABORTING and status is not RequestStatus.GONE
+
+
+def make_choices(
+    request: EngineCoreRequest,
+    children: Sequence[EngineCoreRequest],
+    processor: OutputProcessor,
+    external_id: str,
+    arrived_s: float,
+    engine_index: int,
+) -> list[InFlightRequest]:
+    """The choices of an answer, not registered yet. They share one mailbox, in the form that the answer needs.
+
+    Args:
+        children: what `fan_out` gives for `request`.
+    """
+    kind, num_choices = request.params.output_kind, request.params.n
+    family = Family([child.request_id for child in children], kind) if len(children) > 1 else None
+    is_repeated = len(children) < num_choices
+    collector = RepeatingCollector(kind, num_choices) if is_repeated else RequestOutputCollector(kind)
+    now_s = trio.current_time()
+    return [
+        InFlightRequest(
+            processor.make_state(child, external_id, index=index, family=family),
+            collector,
+            RequestClock(arrived_s),
+            engine_index,
+            counted_from_s=now_s,
+        )
+        for index, child in enumerate(children)
+    ]
 
 
 def make_finished_stats(request: InFlightRequest, reason: FinishReason, now_s: float) -> FinishedRequestStats:

@@ -16,13 +16,13 @@ import trio
 
 from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError, fresh
 from trio_llm.frontend.requests.admission import AdmissionLedger
-from trio_llm.frontend.requests.collector import RepeatingCollector, RequestOutputCollector
+from trio_llm.frontend.requests.collector import RequestOutputCollector
 from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests
-from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats
+from trio_llm.frontend.requests.in_flight import InFlightRequest, make_choices
 from trio_llm.frontend.requests.invariants import check_requests
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
-from trio_llm.frontend.requests.output.parallel_sampling import Family, fan_out
+from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
 from trio_llm.outputs import FinishReason, RequestOutput
@@ -37,14 +37,13 @@ _MAX_EXPIRED: Final = 2
 
 
 class RequestRegistry:
-    """All requests between their registration and their engine's last row for them.
+    """All requests between their registration and their engine's last row for them. An `EngineListener`.
 
     Args:
         engines: at least one, in the order of their indices.
         ledger: counts the requests that are in here.
-        on_gone: is called each time that a request is over, for its engine too.
-        choose_engine: gives the index of the engine for a new request. None: the engine with the fewest unfinished
-            requests, and of these the first one.
+        choose_engine: gives the index of the engine for a new request. None: of the engines that are up, the one with
+            the fewest unfinished requests, and of these the first one.
     """
 
     def __init__(
@@ -52,7 +51,6 @@ class RequestRegistry:
         engines: Sequence[EngineLink],
         recorder: StatisticsRecorder,
         ledger: AdmissionLedger,
-        on_gone: Callable[[], None],
         *,
         choose_engine: Callable[[], int] | None = None,
     ) -> None:
@@ -64,7 +62,7 @@ class RequestRegistry:
         ]
         self._recorder = recorder
         self._ledger = ledger
-        self._on_gone = on_gone
+        self._idle_waiters = trio.lowlevel.ParkingLot()
         self._choose_engine = choose_engine if choose_engine is not None else self._least_busy
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no request comes before."""
@@ -75,8 +73,15 @@ class RequestRegistry:
 
     def num_expected(self, engine_index: int) -> int:
         """Requests that this engine has and owes an answer."""
-        owed = RequestStatus.SENT, RequestStatus.ABORTING
-        return sum(request.state.status in owed for request in self._engines[engine_index])
+        return self._engines[engine_index].num_expected
+
+    def num_in_flight(self, engine_index: int) -> int:
+        """Requests of this engine, those whose reader has left included."""
+        return self._engines[engine_index].num_in_flight
+
+    def check_admission(self) -> None:
+        """Return if one more request may be registered. Raises as `AdmissionLedger.check`."""
+        self._ledger.check()
 
     def check(self) -> None:
         """Assert all that holds between statuses, ledger, families and resumption whenever no method is running."""
@@ -86,14 +91,17 @@ class RequestRegistry:
             engine.check()
 
     def _least_busy(self) -> int:
-        return min(range(len(self._engines)), key=lambda index: self._engines[index].num_in_flight)
+        """An engine that is up, if there is one; else one that will be."""
+        alive = [index for index, engine in enumerate(self._engines) if not engine.link.is_dead]
+        return min(
+            alive or range(len(self._engines)),
+            key=lambda index: (not self._engines[index].link.is_up, self._engines[index].num_in_flight),
+        )
 
     # -------------------------------------------------------------------------------------- arriving
 
     def submit(self, request: EngineCoreRequest, external_id: str, arrived_s: float) -> InFlightRequest:
-        """Register and queue what an engine has to compute for a request, which may ask for several choices.
-
-        Everything is registered before anything is sent, and all of it is queued or nothing is left.
+        """Register a request, which may ask for several choices, and queue all of it for an engine or leave nothing.
 
         Returns:
             The request, with n > 1 its first child: it stands for the whole answer.
@@ -103,24 +111,15 @@ class RequestRegistry:
             InvalidRequestError: it has no form on the wire, or more choices than may ever be unfinished.
         """
         assert self.processor is not None
-        kind, num_choices = request.params.output_kind, request.params.n
         children = fan_out(request)
         self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
-        family = Family([child.request_id for child in children], kind) if len(children) > 1 else None
-        is_repeated = len(children) < num_choices
-        collector = RepeatingCollector(kind, num_choices) if is_repeated else RequestOutputCollector(kind)
-        engine_index, now_s = self._choose_engine(), trio.current_time()
-        choices: list[InFlightRequest] = []
-        for index, child in enumerate(children):
-            state = self.processor.make_state(child, external_id, index=index, family=family)
-            choices.append(InFlightRequest(state, collector, RequestClock(arrived_s), engine_index, False, now_s))
-            self.register(choices[-1])
+        engine_index = self._choose_engine()
+        choices = make_choices(request, children, self.processor, external_id, arrived_s, engine_index)
+        for choice in choices:
+            self.register(choice)
         try:
-            for choice in choices:
-                self._engines[engine_index].send(choice, choice.state.request)
+            self._engines[engine_index].send_all(choices)
         except CodecError as error:
-            sent = [choice.state.request_id for choice in choices if choice.state.status is RequestStatus.SENT]
-            self._engines[engine_index].abort(sent)
             for choice in choices:
                 self._drop(choice)
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
@@ -153,10 +152,9 @@ class RequestRegistry:
     def open_session(
         self, request: EngineCoreRequest, external_id: str, collector: RequestOutputCollector, arrived_s: float
     ) -> InFlightRequest:
-        """Register a session that has no input yet. Nothing is sent. Its parameters are the first ones."""
+        """Register a session, which has no input yet. Nothing is sent."""
         assert self.processor is not None
         state = self.processor.make_state(request, external_id)
-        state.status = RequestStatus.IDLE
         session = InFlightRequest(state, collector, RequestClock(arrived_s), self._choose_engine())
         self.register(session)
         return session
@@ -179,13 +177,7 @@ class RequestRegistry:
     ) -> None:
         """Send a session's next input, for which there is room. Does nothing if the session is over.
 
-        Args:
-            message: carries the input to an engine that has all before it.
-            token_ids: all inputs and answers, this input included; the list may grow afterwards.
-            num_input_tokens: tokens of all inputs so far, this one included.
-
-        Raises:
-            InvalidRequestError: it has no form on the wire.
+        Arguments and errors: as `EngineRequests.send_input`.
         """
         if session.is_unfinished:
             assert self.processor is not None
@@ -194,11 +186,7 @@ class RequestRegistry:
             )
 
     def end_session(self, session: InFlightRequest, reason: FinishReason) -> RequestOutput | None:
-        """No input follows: the engine forgets the session.
-
-        Returns:
-            The last output for its reader; None if it was over before.
-        """
+        """No input follows: the engine forgets the session. Returns the last output; None if it was over before."""
         if not session.is_unfinished:
             return None
         assert self.processor is not None
@@ -221,13 +209,10 @@ class RequestRegistry:
 
         Returns how many readers there were: with n > 1, all choices have one.
         """
-        found = [
-            request
-            for request in self.in_flight.values()
-            if request.state.external_id == external_id and request.is_unfinished
-        ]
         states_of_reader: dict[RequestOutputCollector, list[RequestState]] = {}
-        for request in found:
+        for request in list(self.in_flight.values()):
+            if request.state.external_id != external_id or not request.is_unfinished:
+                continue
             assert self.processor is not None
             output = self.processor.finish(request.state)
             if output is not None:
@@ -242,11 +227,8 @@ class RequestRegistry:
     def mark_family_aborted(self, state: RequestState, *, reason: FinishReason = "abort") -> list[RequestState]:
         """This request and the other choices of its answer are over for their reader.
 
-        Args:
-            reason: the finish reason that this one counts with; the others are aborted.
-
-        Returns:
-            Those that an engine has and that were not over: for `end_in_engine`.
+        `reason` is what this one counts with; the others count as aborted. Returns those that were not over and that an
+        engine has, for `end_in_engine`.
         """
         return [
             member.state
@@ -284,7 +266,7 @@ class RequestRegistry:
         request = self.in_flight.pop(state.request_id)
         self._engines[request.engine_index].num_in_flight -= 1
         self._ledger.remove(state)
-        self._on_gone()
+        self._wake_idle_waiters()
         if state.num_deaths:
             self.clear_suspicion(request)
 
@@ -305,15 +287,11 @@ class RequestRegistry:
 
     def record_vector(self, request: InFlightRequest) -> None:
         """A row brought the vector of a pooling request."""
-        state = request.state
-        self._engines[request.engine_index].recorder.vector(
-            num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens
-        )
+        self._engines[request.engine_index].record_vector(request)
 
     def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
         """The request is over for its reader. Once per request."""
-        stats = make_finished_stats(request, reason, trio.current_time())
-        self._engines[request.engine_index].recorder.request_finished(stats)
+        self._engines[request.engine_index].record_end(request, reason)
 
     def mark_first_token(self, request: InFlightRequest) -> None:
         """The first token of an answer has come: its prompt is computed."""
@@ -333,15 +311,11 @@ class RequestRegistry:
 
     # ------------------------------------------------------------------------------ the engine's end
 
-    def on_engine_lost(self, index: int, reason: str, *, could_run: Callable[[RequestState], bool]) -> None:
-        """An incarnation of this engine is dead: its unfinished requests wait for the next one.
-
-        Args:
-            could_run: as `Resumption.engine_lost`.
-        """
-        engine = self._engines[index]
-        suspect = engine.on_lost(could_run=could_run)
-        for request in [request for request in engine if request.state.status is RequestStatus.ABORTING]:
+    def on_lost(self, engine: EngineLink, reason: str) -> None:
+        """An incarnation of this engine is dead: its unfinished requests wait for the next one."""
+        requests = self._engines[engine.index]
+        suspect = requests.on_lost(could_run=lambda state: engine.can_run(has_begun=state.num_tokens > 0))
+        for request in [request for request in requests if request.state.status is RequestStatus.ABORTING]:
             self._drop(request)
         if suspect is not None and suspect.is_unfinished:
             error = EngineGenerateError(
@@ -352,20 +326,30 @@ class RequestRegistry:
             suspect.collector.put_error(error)
             self.end_in_engine(self.mark_family_aborted(suspect.state, reason="error"))
 
-    def on_engine_ready(self, index: int) -> None:
-        """The next incarnation of this engine is ready: it gets all that is unfinished."""
-        self._engines[index].on_ready()
+    def on_ready(self, engine: EngineLink) -> None:
+        """An incarnation of this engine is ready: it gets all that is unfinished."""
+        self._engines[engine.index].on_ready()
 
-    def give_up(self, error: EngineDeadError) -> None:
-        """There is no engine any more: every reader gets the text it is owed, then the error. Once."""
-        for request in self.in_flight.values():
+    def on_dead(self, engine: EngineLink, error: EngineDeadError) -> None:
+        """This engine is gone: each reader of its requests gets the text it is owed, then the error."""
+        requests = self._engines[engine.index]
+        for request in list(requests):
+            state = request.state
             if request.is_unfinished:
                 request.collector.put_error(fresh(error))
                 self.record_end(request, "error")
-            request.state.move(RequestStatus.GONE)
-        self.in_flight.clear()
-        self._ledger.clear()
-        for engine in self._engines:
-            engine.num_in_flight = 0
-            engine.recorder.engine_gone()
-        self._on_gone()
+            state.move(RequestStatus.GONE)
+            del self.in_flight[state.request_id]
+            self._ledger.remove(state)
+        requests.num_in_flight = 0
+        self._wake_idle_waiters()
+
+    async def wait_idle(self) -> None:
+        """Wait until no request is unfinished, in the engines neither. Cancellation: safe."""
+        await trio.lowlevel.checkpoint()
+        while self.in_flight:
+            await self._idle_waiters.park()
+
+    def _wake_idle_waiters(self) -> None:
+        if not self.in_flight:
+            self._idle_waiters.unpark_all()

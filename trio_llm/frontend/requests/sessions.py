@@ -1,4 +1,4 @@
-"""Sessions: one request that goes on with input after input, each given by the caller's async iterable.
+"""Sessions: one request that goes on with input after input, which the caller's async iterable gives.
 
 The engine keeps what it has computed between them. The task that reads the iterable runs in the nursery of `open_llm`.
 """
@@ -31,17 +31,31 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class StreamingInput:
-    """What a session goes on with. The text of later inputs gets no special tokens of the tokenizer's own."""
+    """One input of a session: a request whose prompt is an async iterable of these.
+
+    Each input continues all inputs and answers before it, with the tokens that ended them. They are in the engine's
+    cache, and are computed again only if others needed the room. The text of later inputs gets no special tokens of the
+    tokenizer's own.
+
+    The next input is asked for when the reader has taken the end of an answer: an output with the answer's finish
+    reason and `finished=False`. After the last answer, an output with nothing new, the same finish reason and
+    `finished=True` ends the stream. With CUMULATIVE, an output has all of the newest answer.
+
+    What is wrong with an input, and what the iterable itself raises, is raised by the stream. The iterable is read in a
+    task of the client; an async generator is closed at the end. An input for which `max_num_queued_tokens` has no room
+    waits and is not refused. A session has no deadline. `drain()` ends it by the finish reason `abort`, after the
+    answer that is under way.
+    """
 
     prompt: str | list[int]
     params: SamplingParams | None = None
-    """For the answer to this input. None: those that `generate()` was called with."""
+    """Parameters of the answer to this input. None: those that `generate()` was called with."""
 
 
 def check_session_params(params: SamplingParams) -> None:
     """
     Raises:
-        InvalidRequestError: they are none for a session; `param` names the field.
+        InvalidRequestError: a session cannot have them; `param` names the field.
     """
     if params.n > 1:
         raise InvalidRequestError("n must be 1 when the prompt is an iterable of inputs", "n")
@@ -63,11 +77,11 @@ def check_session_params(params: SamplingParams) -> None:
 
 
 class SessionCollector(RequestOutputCollector):
-    """The mailbox of a session. Tells its feeding task when an answer was taken, and when nothing more is wanted.
+    """The mailbox of a session. Lets its feeding task know when an answer was taken, and when nothing more is wanted.
 
     Args:
         kind: DELTA or CUMULATIVE.
-        stop_feeding: is called when the session is over for its reader, whatever the way. Synchronous; several times.
+        stop_feeding: is called when the session is over for its reader, in any way. Synchronous; several times.
     """
 
     __slots__ = ("_is_delta", "_stop_feeding", "answer_taken", "finish_reason", "token_ids")
@@ -77,9 +91,9 @@ class SessionCollector(RequestOutputCollector):
         self._is_delta = kind is RequestOutputKind.DELTA
         self._stop_feeding = stop_feeding
         self.token_ids: list[int] = []
-        """Of the newest answer."""
+        """Tokens of the newest answer."""
         self.finish_reason: FinishReason | None = None
-        """Of the newest answer, since its end was taken."""
+        """Finish reason of the newest answer; None until its end was taken."""
         self.answer_taken = trio.Event()
 
     def begin_answer(self) -> None:
@@ -118,8 +132,8 @@ class SessionCollector(RequestOutputCollector):
 class Session:
     """One session: registered when made; `run` feeds it.
 
-    The next input is asked for when the reader has taken the end of the answer to the one before: so answers never run
-    together in the mailbox, and a reader that is slow slows its own session alone.
+    The next input is asked for when the reader has taken the end of the answer before it: so answers never merge in the
+    mailbox, and a slow reader slows its own session alone.
 
     Args:
         inputs: the caller's; an async generator is closed at the end.
@@ -135,31 +149,31 @@ class Session:
         external_id: str,
         renderer: Renderer,
         input_processor: InputProcessor,
-        requests: RequestRegistry,
+        registry: RequestRegistry,
     ) -> None:
         self._inputs = inputs
         self._blank = blank
         self._params = blank.params
         self._renderer = renderer
         self._input_processor = input_processor
-        self._requests = requests
+        self._registry = registry
         self._scope: Final = trio.CancelScope()
         self._collector = SessionCollector(blank.params.output_kind, self._scope.cancel)
         self._internal_id = blank.request_id
         self._token_ids: list[int] = []
-        """Of all inputs and answers, in order."""
+        """Tokens of all inputs and answers, in order."""
         self._num_input_tokens = 0
         self._is_idle = True
         """No answer is under way."""
         self._is_draining = False
-        self.request: InFlightRequest = requests.open_session(blank, external_id, self._collector, trio.current_time())
+        self.request: InFlightRequest = registry.open_session(blank, external_id, self._collector, trio.current_time())
 
     async def run(self) -> None:
         """Feed the engine until the inputs or the session end. Errors go to the reader, or to the log if it has left.
 
         Cancellation: safe; the request stays as it is, for its reader to leave.
         """
-        with errors_to(self._fail):  # they are the caller's: whatever they are, they are the reader's, as themselves
+        with errors_to(self._fail):  # errors of the caller's iterable: the reader gets them as they are
             with self._scope:
                 await self._feed()
             if not self._scope.cancelled_caught:
@@ -196,27 +210,29 @@ class Session:
         if params.output_kind is not self._params.output_kind:
             raise InvalidRequestError("output_kind must be the same for all inputs", "output_kind")
         is_first = not self._token_ids
-        token_ids = await self._renderer.render_prompt(one.prompt, add_special_tokens=is_first)
+        token_ids = one.prompt
+        if isinstance(token_ids, str):
+            token_ids = await self._renderer.render_prompt(token_ids, add_special_tokens=is_first)
         bad_words = await self._renderer.render_bad_words(params.bad_words) if params.bad_words else []
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("an input has no tokens", "prompt")
         message = self._message(token_ids, params, bad_words)
         has_room = trio.Event()
-        self._requests.queue_input(self.request, len(token_ids), has_room.set)
+        self._registry.queue_input(self.request, len(token_ids), has_room.set)
         await has_room.wait()
-        # Whoever has ended the session meanwhile has told the engine so: nothing must be sent after that.
+        # If the session was ended meanwhile, its abort was sent, and nothing must be sent after that.
         await trio.lowlevel.checkpoint()
         self._token_ids += token_ids
         self._num_input_tokens += len(token_ids)
         self._collector.begin_answer()
-        self._requests.send_input(
+        self._registry.send_input(
             self.request, message, token_ids=self._token_ids, num_input_tokens=self._num_input_tokens
         )
 
     def _message(
         self, token_ids: list[int], params: SamplingParams, bad_words: list[list[int]]
     ) -> EngineCoreRequest | Continue:
-        """What tells the engine of an input, which is checked. What came before is not looked at: it may be long."""
+        """The message that carries an input, which is checked. What came before may be long and is not looked at."""
         if self._token_ids:
             return self._input_processor.process_input(
                 token_ids,
@@ -236,7 +252,7 @@ class Session:
         return msgspec.structs.replace(request, resumable=True)
 
     def _finish(self) -> None:
-        """The inputs have come to their end."""
+        """The iterable has ended."""
         if not self._token_ids:
             self._fail(InvalidRequestError("the iterable gave no input", "prompt"))
             return
@@ -244,12 +260,12 @@ class Session:
         self._end(self._collector.finish_reason)
 
     def _end(self, reason: FinishReason) -> None:
-        output = self._requests.end_session(self.request, reason)
+        output = self._registry.end_session(self.request, reason)
         if output is not None:
             self._collector.put(output)
 
     def _fail(self, error: Exception) -> None:
-        was_over = self._requests.end_session(self.request, "error") is None
+        was_over = self._registry.end_session(self.request, "error") is None
         self._collector.put_error(error)
         if was_over:
             logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)

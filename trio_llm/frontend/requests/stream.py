@@ -1,4 +1,4 @@
-"""GenerateStream: what `AsyncLLM.generate()` returns, one request as a block of code.
+"""RequestStream: one request as a block of code, and GenerateStream, which `AsyncLLM.generate()` returns.
 
 An object and not an async generator: a cancel scope or nursery held across a `yield` corrupts Trio's scope stack, and a
 generator that is dropped runs its clean-up whenever the garbage collector likes.
@@ -7,10 +7,10 @@ generator that is dropped runs its clean-up whenever the garbage collector likes
 from __future__ import annotations
 
 import warnings
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Literal
+from typing import Literal, Protocol
 
 import trio
 
@@ -18,9 +18,31 @@ from trio_llm.frontend.requests.deadlines import seconds_left
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.outputs import RequestOutput
 
-__all__ = ["GenerateStream"]
+__all__ = ["GenerateStream", "RequestStream"]
 
 _Stage = Literal["new", "entering", "open", "over", "closed"]
+
+
+class RequestStream(Protocol):
+    """What `generate()` returns: an async context manager that is an async iterator inside.
+
+    Entering admits the request; overload and bad input raise there. Leaving, by any way, aborts what is unfinished.
+    """
+
+    @property
+    def request_id(self) -> str:
+        """The caller's id of the request, or the one made for the caller."""
+        ...
+
+    async def __aenter__(self) -> RequestStream: ...
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> bool | None: ...
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]: ...
+
+    async def __anext__(self) -> RequestOutput: ...
 
 
 class GenerateStream:
@@ -29,8 +51,8 @@ class GenerateStream:
     Args:
         request_id: the caller's id.
         admit: checks and sends the request; raises if it is refused, leaving nothing behind.
-        leave: tells the engine that nobody reads any more. Synchronous.
-        resubmit: sends again what the engine dropped when the deadline at the time had passed. Synchronous.
+        leave: ends the request in the engine, unless it is over. Synchronous.
+        resubmit: sends the request again that the engine dropped when its deadline had passed. Synchronous.
     """
 
     def __init__(
@@ -48,7 +70,7 @@ class GenerateStream:
         self._is_being_read = False
         self._request: InFlightRequest | None = None
         self._trio: trio.lowlevel.TrioToken | None = None
-        """Of the run that it was entered in."""
+        """The Trio run that the block was entered in."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._request_id!r}: {self._stage}>"
@@ -106,8 +128,8 @@ class GenerateStream:
     async def __anext__(self) -> RequestOutput:
         """All that is new since the last time, as the request's `output_kind` says.
 
-        The engine drops a request whose deadline passes before it begins. Reading on shows that the deadline was moved:
-        then the request is sent again, with the new one.
+        The engine drops a request whose deadline passes before it begins. If the reader reads on all the same, its
+        deadline was moved, and the request is sent again with the new one.
 
         Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken; iterating may go on.
 
@@ -135,7 +157,7 @@ class GenerateStream:
                 else:
                     output = collector.unpack(await collector.channel.receive())
                 if output.outputs:
-                    break  # else it was only to be seen that the engine has dropped the request
+                    break  # else it only wakes the reader, since the engine has dropped the request
         except Exception as error:
             self._end()
             if isinstance(error, trio.EndOfChannel):
@@ -152,5 +174,5 @@ class GenerateStream:
             self._stage = "over"
 
     async def _send_again(self, request: InFlightRequest) -> None:
-        await trio.lowlevel.checkpoint()  # whoever is out of time goes here, and has nothing computed for it
+        await trio.lowlevel.checkpoint()  # a reader that is out of time leaves here, and nothing is computed for it
         self._resubmit(request, seconds_left())

@@ -1,20 +1,23 @@
-"""RequestSubmitter: how a prompt becomes a live request, step by step, with nothing left of one that is refused.
+"""RequestSubmitter: a prompt becomes a registered request, step by step; a request that is refused leaves nothing.
 
 Used by `AsyncLLM`, for streams, vectors and sessions alike.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable
+from collections.abc import AsyncIterable, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
 
 import trio
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.deadlines import seconds_left
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
+    InputProcessor,
     check_cache_salt,
     check_priority,
     check_request_id,
@@ -22,39 +25,74 @@ from trio_llm.frontend.requests.input_processor import (
 )
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.sessions import Session, StreamingInput, check_session_params
+from trio_llm.frontend.requests.stream import GenerateStream
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest
 
-__all__ = ["RequestSpec", "RequestSubmitter"]
+__all__ = ["RequestSpec", "RequestSubmitter", "SubmitterHost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestSpec:
-    """What a caller asks for besides the prompt. Not checked yet, the types neither."""
+    """What a caller asks for besides the prompt. Nothing is checked yet, not even the types."""
 
     external_id: str
     params: SamplingParams | PoolingParams
     kind: type[SamplingParams] | type[PoolingParams] = SamplingParams
-    """Of parameters: the one that suits what is asked for."""
+    """The kind of parameters that suits what is asked for."""
     priority: int = 0
     cache_salt: str | None = None
 
 
+class SubmitterHost(Protocol):
+    """What the submitter needs of the client that it submits for."""
+
+    @property
+    def renderer(self) -> Renderer: ...
+
+    @property
+    def input_processor(self) -> InputProcessor: ...
+
+    def check_accepting(self) -> None:
+        """
+        Raises:
+            EngineUnavailableError: the engine is loading, draining or asleep.
+            EngineDeadError: it is gone.
+        """
+        ...
+
+    def check_admission(self) -> None:
+        """
+        Raises:
+            OverloadedError: as much is unfinished as may be.
+            EngineError: as `check_accepting`.
+        """
+        ...
+
+
 class RequestSubmitter:
-    """Lets requests of one client in.
+    """Takes the requests of one client."""
 
-    Args:
-        client: whose admission, renderer and input processor count.
-    """
-
-    def __init__(self, client: EngineClient, live: RequestRegistry) -> None:
-        self._client = client
-        self._live = live
+    def __init__(self, host: SubmitterHost, registry: RequestRegistry) -> None:
+        self._host = host
+        self._registry = registry
+        self.nursery: trio.Nursery | None = None
+        """The nursery of `open_llm`, in which sessions run. Set by the owner when its tasks run."""
+        self.is_draining = False
         self._sessions: set[Session] = set()
-        """Those whose inputs are being read."""
+        """Sessions whose inputs are being read."""
 
-    async def admit(self, prompt: str | list[int], wish: RequestSpec) -> InFlightRequest:
+    def open_stream(self, prompt: str | list[int] | AsyncIterable[StreamingInput], spec: RequestSpec) -> GenerateStream:
+        """A request as a block, which is admitted when it is entered; with an iterable as the prompt, a session."""
+        admit: Callable[[], Awaitable[InFlightRequest]]
+        if not isinstance(prompt, str | list) and isinstance(prompt, AsyncIterable):
+            admit = partial(self._admit_session, prompt, spec)
+        else:
+            admit = partial(self._admit, prompt, spec)
+        return GenerateStream(spec.external_id, admit, self._registry.leave, self._registry.resubmit)
+
+    async def _admit(self, prompt: str | list[int], spec: RequestSpec) -> InFlightRequest:
         """Check, register and send a request.
 
         Cancellation: safe; nothing of it is left.
@@ -64,62 +102,69 @@ class RequestSubmitter:
                 refused.
         """
         arrived_s = trio.current_time()
-        check_request_id(wish.external_id)
-        _check_kind(wish)
-        self._client.check_admission()
-        renderer, params = self._client.renderer, wish.params
-        token_ids = await renderer.render_prompt(prompt)
-        bad_words: list[list[int]] = []
-        if isinstance(params, SamplingParams) and params.bad_words:
-            bad_words = await renderer.render_bad_words(params.bad_words)
+        check_request_id(spec.external_id)
+        _check_kind(spec)
+        token_ids, bad_words = await self._render(prompt, spec.params)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
-        # registered and queued for sending, or nothing of it is left.
-        self._client.check_admission()
-        request = self._client.input_processor.process(
+        # registered and queued for sending, or nothing of it is left. `submit` asks whether the load permits it.
+        self._host.check_accepting()
+        request = self._host.input_processor.process(
             token_ids,
-            params,
-            request_id=make_internal_id(wish.external_id),
-            priority=wish.priority,
-            cache_salt=wish.cache_salt,
+            spec.params,
+            request_id=make_internal_id(spec.external_id),
+            priority=spec.priority,
+            cache_salt=spec.cache_salt,
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        return self._live.submit(request, wish.external_id, arrived_s)
+        return self._registry.submit(request, spec.external_id, arrived_s)
 
-    async def admit_session(
-        self, inputs: AsyncIterable[StreamingInput], wish: RequestSpec, nursery: trio.Nursery
-    ) -> InFlightRequest:
-        """Register a session, whose inputs are read in `nursery`. Cancellation and errors: as `admit`."""
-        check_request_id(wish.external_id)
-        _check_kind(wish)
-        assert isinstance(wish.params, SamplingParams)
-        check_priority(wish.priority)
-        check_cache_salt(wish.cache_salt)
-        check_session_params(wish.params)
+    async def _render(
+        self, prompt: str | list[int], params: SamplingParams | PoolingParams
+    ) -> tuple[list[int], list[list[int]]]:
+        """The tokens of the prompt and of `bad_words`. Nothing is rendered for a request that is refused now anyway."""
+        words = params.bad_words if isinstance(params, SamplingParams) else ()
+        if not isinstance(prompt, str) and not words:
+            return prompt, []
+        self._host.check_admission()
+        renderer = self._host.renderer
+        token_ids = await renderer.render_prompt(prompt) if isinstance(prompt, str) else prompt
+        return token_ids, await renderer.render_bad_words(words) if words else []
+
+    async def _admit_session(self, inputs: AsyncIterable[StreamingInput], spec: RequestSpec) -> InFlightRequest:
+        """Register a session, whose inputs are read in the nursery. Cancellation and errors: as `_admit`."""
+        check_request_id(spec.external_id)
+        _check_kind(spec)
+        assert isinstance(spec.params, SamplingParams)
+        check_priority(spec.priority)
+        check_cache_salt(spec.cache_salt)
+        check_session_params(spec.params)
         await trio.lowlevel.checkpoint()
-        self._client.check_admission()
+        self._host.check_admission()
         session = Session(
             inputs,
             EngineCoreRequest(
-                make_internal_id(wish.external_id),
+                make_internal_id(spec.external_id),
                 [],
-                wish.params,
-                priority=wish.priority,
+                spec.params,
+                priority=spec.priority,
                 resumable=True,
-                cache_salt=wish.cache_salt,
+                cache_salt=spec.cache_salt,
             ),
-            external_id=wish.external_id,
-            renderer=self._client.renderer,
-            input_processor=self._client.input_processor,
-            requests=self._live,
+            external_id=spec.external_id,
+            renderer=self._host.renderer,
+            input_processor=self._host.input_processor,
+            registry=self._registry,
         )
         self._sessions.add(session)
-        nursery.start_soon(self._run_session, session)
+        assert self.nursery is not None
+        self.nursery.start_soon(self._run_session, session)
         return session.request
 
     def drain(self) -> None:
-        """Sessions take no further input. Synchronous."""
+        """Let sessions take no further input. Synchronous."""
+        self.is_draining = True
         for session in self._sessions:
             session.drain()
 
@@ -130,10 +175,10 @@ class RequestSubmitter:
             self._sessions.remove(session)
 
 
-def _check_kind(wish: RequestSpec) -> None:
+def _check_kind(spec: RequestSpec) -> None:
     """
     Raises:
         InvalidRequestError: an answer was asked for with the parameters of a vector, or the other way round.
     """
-    if not isinstance(wish.params, wish.kind):
-        raise InvalidRequestError(f"params must be {wish.kind.__name__}, not {type(wish.params).__name__}", "params")
+    if not isinstance(spec.params, spec.kind):
+        raise InvalidRequestError(f"params must be {spec.kind.__name__}, not {type(spec.params).__name__}", "params")

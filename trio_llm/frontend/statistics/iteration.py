@@ -8,9 +8,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats, StatLogger
 from trio_llm.wire.messages import SchedulerStats
+
+if TYPE_CHECKING:
+    from trio_llm.errors import EngineDeadError
+    from trio_llm.frontend.control.engine import Engine
 
 __all__ = ["EngineRecorder", "RequestClock", "StatisticsRecorder"]
 
@@ -109,12 +114,28 @@ class EngineRecorder:
 
 
 class StatisticsRecorder:
-    """One `EngineRecorder` per engine, and the loggers. A logger that raises is left out from then on."""
+    """One `EngineRecorder` per engine, and the loggers. A logger that raises is left out from then on.
+
+    An `EngineListener`.
+    """
 
     def __init__(self, loggers: Sequence[StatLogger], *, num_engines: int = 1) -> None:
         self.engines = [EngineRecorder() for _ in range(num_engines)]
         """By the index of the engine."""
         self._loggers = list(loggers)
+
+    def on_ready(self, engine: Engine) -> None:
+        """Count the restart, if it is one."""
+        if engine.num_restarts:
+            self.engines[engine.index].engine_restarted()
+
+    def on_lost(self, engine: Engine, reason: str) -> None:
+        """Nothing runs in an engine that is gone."""
+        self.engines[engine.index].engine_gone()
+
+    def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
+        """Nothing runs in an engine that is gone."""
+        self.engines[engine.index].engine_gone()
 
     def rejection(self, reason: str) -> None:
         """A request was refused because of the load."""

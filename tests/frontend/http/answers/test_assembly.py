@@ -45,15 +45,17 @@ def test_all_choices_start_before_anything_else_happens() -> None:
 
     events = assembler.feed(1, output("b", [1]))
 
-    assert events == [ChoiceStarted(0), ChoiceStarted(1), TextDelta(1, "b", None)]
+    assert events == [ChoiceStarted(0), ChoiceStarted(1), TextDelta(1, "b", None, num_tokens=1)]
 
 
-def test_a_token_whose_text_is_held_back_makes_no_event() -> None:
+def test_a_token_whose_text_is_held_back_makes_no_event_and_counts_with_the_next_one() -> None:
     assembler = Assembler()
     assembler.feed(0, output("a", [1]))
 
     assert assembler.feed(0, output("", [2])) == []
-    assert assembler.usage.num_output_tokens == 2
+    assert assembler.usage.num_output_tokens == 1
+    assert assembler.feed(0, output("bc", [3])) == [TextDelta(0, "bc", None, num_tokens=2)]
+    assert assembler.usage.num_output_tokens == 3
 
 
 def test_logprobs_of_a_held_token_come_with_the_next_text() -> None:
@@ -63,7 +65,7 @@ def test_logprobs_of_a_held_token_come_with_the_next_text() -> None:
 
     [event] = assembler.feed(0, output("bc", [3], logprobs=True))
 
-    assert event == TextDelta(0, "bc", [position(2), position(3)])
+    assert event == TextDelta(0, "bc", [position(2), position(3)], num_tokens=2)
 
 
 def test_logprobs_that_are_still_held_at_the_end_come_with_the_end() -> None:
@@ -72,7 +74,7 @@ def test_logprobs_that_are_still_held_at_the_end_come_with_the_end() -> None:
 
     [event] = assembler.feed(0, output("", [], finish_reason="stop", logprobs=True))
 
-    assert event == ChoiceFinished(0, "", [position(1)], "stop", None)
+    assert event == ChoiceFinished(0, "", [position(1)], "stop", None, num_tokens=1)
 
 
 def test_usage_is_counted_over_all_prompts() -> None:
@@ -107,7 +109,10 @@ def test_choices_are_counted_prompt_by_prompt() -> None:
     events += assembler.feed(0, output("y", [1], index=1, finish_reason="length"))
 
     assert events[:6] == [ChoiceStarted(index) for index in range(6)]
-    assert events[6:] == [ChoiceFinished(5, "x", None, "stop", None), ChoiceFinished(1, "y", None, "length", None)]
+    assert events[6:] == [
+        ChoiceFinished(5, "x", None, "stop", None, num_tokens=1),
+        ChoiceFinished(1, "y", None, "length", None, num_tokens=1),
+    ]
     assert not assembler.is_finished
 
 
@@ -124,7 +129,7 @@ def test_only_the_choice_that_is_over_may_get_nothing_more() -> None:
     assembler = Assembler(choices_per_prompt=2)
     assembler.feed(0, output("a", [1], index=0, finish_reason="stop"))
 
-    assert assembler.feed(0, output("b", [2], index=1)) == [TextDelta(1, "b", None)]
+    assert assembler.feed(0, output("b", [2], index=1)) == [TextDelta(1, "b", None, num_tokens=1)]
     with pytest.raises(EngineGenerateError, match="after the last one"):
         assembler.feed(0, output("c", [3], index=0))
 

@@ -32,7 +32,7 @@ def test_every_5xx_says_whether_a_retry_can_help(kind: type[TrioLLMError]) -> No
     assert (headers.get(b"x-should-retry") == b"false") == (not kind.can_retry)
 
 
-def test_a_request_that_is_at_fault_is_not_told_about_retries() -> None:
+def test_a_reply_to_a_request_at_fault_says_nothing_about_retries() -> None:
     assert reply_for(InvalidRequestError("bad", "n")).headers == ()
 
 

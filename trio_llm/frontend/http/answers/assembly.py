@@ -1,6 +1,6 @@
 """Assembly: outputs of one or several streams become typed events, and events become whole answers.
 
-Pure. Used by every route, streaming or not; protocols only render what comes out.
+Pure. Used by every generating route, streaming or not. Protocols only write what comes out.
 
 The events of a choice are: one `ChoiceStarted`, one `PromptEchoed` if the answer repeats its prompt, any number of
 `TextDelta`, one `ChoiceFinished`. All choices start before anything else happens. How the outputs were cut into pieces
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 from trio_llm.errors import EngineGenerateError
 from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
@@ -34,38 +34,40 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptEcho:
-    """A prompt that is repeated in its answer."""
+    """A prompt that its answer repeats."""
 
     token_ids: list[int]
     text: str
-    """In front of the text of the answer; may be empty."""
+    """What stands in front of the answer's text. May be empty."""
     first_token: str
-    """The text of the first token, which has no log-probabilities that would name it."""
+    """The name of the first token: it has no log-probabilities, which name the others."""
+    text_offsets: list[int] | None = None
+    """Where each token begins in `text`. None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerContents:
-    """What an answer shows besides new text and its log-probabilities, and what it leaves out."""
+    """What an answer has besides new text and its log-probabilities, and what it leaves out."""
 
     prompts: Sequence[PromptEcho] = ()
-    """All of them are repeated, or none."""
+    """All prompts of the request, if the answer repeats them."""
     with_token_ids: bool = False
     echo_logprobs: int | None = None
-    """Log-probabilities of the prompt go before those of the answer, with so many alternatives."""
+    """Alternatives in the prompt's log-probabilities that precede those of the answer. None: not asked for."""
     prompt_logprobs: int | None = None
-    """They are told for themselves, with so many."""
+    """The same for those that stand in a field of their own."""
     is_prompt_only: bool = False
-    """Nothing is shown of what was generated, which cannot be less than one token."""
+    """Nothing of what was generated is shown. The engine cannot generate less than one token."""
 
 
 TEXT_ONLY: Final = AnswerContents()
-"""Text and its log-probabilities alone."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceStarted:
     """The choice exists. Nothing of it is known yet."""
 
+    num_tokens: ClassVar[int] = 0
     index: int
 
 
@@ -73,15 +75,13 @@ class ChoiceStarted:
 class PromptEchoed:
     """What a choice repeats of its prompt."""
 
+    num_tokens: ClassVar[int] = 0
     index: int
-    text: str
-    """In front of the answer's; may be empty."""
-    first_token: str
-    logprobs: list[TokenLogprobs | None] | None
-    """Those that go before the answer's own, None for the first token. None: not asked for, or the answer ended before
-    they were known."""
-    scores: list[TokenLogprobs | None] | None
-    """Those that are told for themselves, likewise."""
+    prompt: PromptEcho
+    echo_logprobs: list[TokenLogprobs | None] | None
+    """The first token has None. None: not asked for, or the answer ended before they were known."""
+    prompt_logprobs: list[TokenLogprobs | None] | None
+    """The same for those that stand in a field of their own."""
     token_ids: list[int] | None
     """None: not asked for."""
 
@@ -94,14 +94,16 @@ class TextDelta:
     text: str
     """Never empty."""
     logprobs: list[TokenLogprobs] | None
-    """Of every token since the last event that had text, also of those that made none; None: not asked for."""
+    """One entry per token since the last event with text, tokens without text included. None: not asked for."""
     token_ids: list[int] | None = None
-    """Likewise."""
+    """The same for ids."""
+    num_tokens: int = 0
+    """Tokens since the last event with text."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChoiceFinished:
-    """The last of a choice, with what is left of its text."""
+    """The last event of a choice, with the rest of its text."""
 
     index: int
     text: str
@@ -109,18 +111,19 @@ class ChoiceFinished:
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None = None
+    num_tokens: int = 0
 
 
 Event = ChoiceStarted | PromptEchoed | TextDelta | ChoiceFinished
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Usage:
-    """Tokens counted so far, over all prompts and choices."""
+    """Tokens over all prompts and choices."""
 
-    num_prompt_tokens: int
-    num_cached_tokens: int
-    num_output_tokens: int
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -155,24 +158,18 @@ class Assembler:
         self._choices_per_prompt = choices_per_prompt
         self._num_choices = num_prompts * choices_per_prompt
         self._has_started = False
-        self._num_output_tokens = 0
-        # (prompt tokens, cached tokens) of each prompt that has had an output
+        self.usage: Final = Usage()
+        """The events so far. Tokens whose text is held back count with the event that brings it. Updated in place."""
         self._prompts: dict[int, tuple[int, int]] = {}
+        """(prompt tokens, cached tokens) of each prompt that has had an output."""
         self._finished: set[int] = set()
+        self._num_held: dict[int, int] = {}
+        """By choice: tokens since its last event. Their text is not known yet."""
         self._held_logprobs: dict[int, list[TokenLogprobs]] = {}
         self._held_token_ids: dict[int, list[int]] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
-        """By prompt: only one of its choices may have brought them."""
-        self._has_shown_prompt: set[int] = set()
-
-    @property
-    def usage(self) -> Usage:
-        """What was counted so far. The last one is the final one."""
-        return Usage(
-            num_prompt_tokens=sum(prompt for prompt, _ in self._prompts.values()),
-            num_cached_tokens=sum(cached for _, cached in self._prompts.values()),
-            num_output_tokens=self._num_output_tokens,
-        )
+        """By prompt, since only one of its choices may have brought them."""
+        self._echoed: set[int] = set()
 
     @property
     def is_finished(self) -> bool:
@@ -180,12 +177,14 @@ class Assembler:
         return len(self._finished) == self._num_choices
 
     def feed(self, index: int, output: RequestOutput) -> list[Event]:
-        """The events that this output of prompt `index` makes; none if there is no text to show yet.
+        """The events of this output of prompt `index`. None at all if there is no text to show yet.
 
         Raises:
             EngineGenerateError: something came after the end of a choice.
         """
-        self._prompts[index] = (output.num_prompt_tokens, output.num_cached_tokens)
+        counts = (output.num_prompt_tokens, output.num_cached_tokens)
+        if self._prompts.get(index) != counts:
+            self._count_prompt(index, counts)
         events: list[Event] = []
         if not self._has_started:
             self._has_started = True
@@ -197,23 +196,28 @@ class Assembler:
             choice = first_choice + completion.index
             if choice in self._finished:
                 raise EngineGenerateError(f"request {output.request_id}: an output came after the last one")
-            if self._contents.prompts and choice not in self._has_shown_prompt:
-                self._has_shown_prompt.add(choice)
-                events.append(self._show_prompt(index, choice))
+            if self._contents.prompts and choice not in self._echoed:
+                self._echoed.add(choice)
+                events.append(self._echo_prompt(index, choice))
             if self._contents.is_prompt_only:
                 completion = _without_answer(completion)
-            self._num_output_tokens += len(completion.token_ids)
             event = self._event(choice, completion)
             if event is not None:
+                self.usage.num_output_tokens += event.num_tokens
                 events.append(event)
         return events
 
-    def _show_prompt(self, index: int, choice: int) -> PromptEchoed:
-        contents, prompt, logprobs = self._contents, self._contents.prompts[index], self._prompt_logprobs.get(index)
+    def _count_prompt(self, index: int, counts: tuple[int, int]) -> None:
+        self._prompts[index] = counts
+        self.usage.num_prompt_tokens = sum(prompt for prompt, _ in self._prompts.values())
+        self.usage.num_cached_tokens = sum(cached for _, cached in self._prompts.values())
+
+    def _echo_prompt(self, index: int, choice: int) -> PromptEchoed:
+        contents, logprobs = self._contents, self._prompt_logprobs.get(index)
+        prompt = contents.prompts[index]
         return PromptEchoed(
             choice,
-            prompt.text,
-            prompt.first_token,
+            prompt,
             _cut(logprobs, contents.echo_logprobs),
             _cut(logprobs, contents.prompt_logprobs),
             prompt.token_ids if contents.with_token_ids else None,
@@ -224,8 +228,9 @@ class Assembler:
         if not self.is_finished:
             raise EngineGenerateError("the stream of outputs ended without a finish reason")
 
-    def _event(self, index: int, completion: CompletionOutput) -> Event | None:
-        # Log-probabilities of tokens whose text is held back wait for the next event: none may be lost.
+    def _event(self, index: int, completion: CompletionOutput) -> TextDelta | ChoiceFinished | None:
+        # What belongs to tokens whose text is held back waits for the next event: none of it may be lost.
+        num_tokens = len(completion.token_ids) + self._num_held.pop(index, 0)
         logprobs = completion.logprobs
         if index in self._held_logprobs:
             logprobs = self._held_logprobs.pop(index) + (logprobs or [])
@@ -234,11 +239,12 @@ class Assembler:
             token_ids = self._held_token_ids.pop(index, []) + completion.token_ids
         if completion.finish_reason is not None:
             self._finished.add(index)
-            return ChoiceFinished(
-                index, completion.text, logprobs, completion.finish_reason, completion.stop_reason, token_ids
-            )
+            reasons = completion.finish_reason, completion.stop_reason
+            return ChoiceFinished(index, completion.text, logprobs, *reasons, token_ids, num_tokens)
         if completion.text:
-            return TextDelta(index, completion.text, logprobs, token_ids)
+            return TextDelta(index, completion.text, logprobs, token_ids, num_tokens)
+        if num_tokens:
+            self._num_held[index] = num_tokens
         if logprobs:
             self._held_logprobs[index] = logprobs
         if token_ids:
@@ -247,14 +253,14 @@ class Assembler:
 
 
 def _cut(logprobs: list[TokenLogprobs | None] | None, num_top: int | None) -> list[TokenLogprobs | None] | None:
-    """With so many alternatives at most: two fields may have asked for different numbers. None: for none at all."""
+    """With at most so many alternatives, since two fields may ask for different numbers. None: without any entry."""
     if logprobs is None or num_top is None:
         return None
     return [one and TokenLogprobs(one.sampled, one.top[:num_top]) for one in logprobs]
 
 
 def _without_answer(completion: CompletionOutput) -> CompletionOutput:
-    """Its end alone. That is `length`, whatever the token was that had to be generated."""
+    """The end alone. It is `length`, whatever the one token was that had to be generated."""
     reason: FinishReason | None = (
         "length" if completion.finish_reason in ("stop", "length") else completion.finish_reason
     )
@@ -279,7 +285,7 @@ def whole_choices(events: Iterable[Event]) -> list[Choice]:
         part = parts.setdefault(event.index, _Parts())
         if isinstance(event, PromptEchoed):
             part.prompt = event
-            part.text.append(event.text)
+            part.text.append(event.prompt.text)
             continue
         part.text.append(event.text)
         if event.token_ids is not None:

@@ -1,6 +1,6 @@
 """Generation: the outputs of one HTTP request, from one prompt or from many at once.
 
-Used by the routes. Remembers which requests run, so that a drain can end them properly.
+Used by the generating routes. `RunningRequests` remembers what runs, so that a drain can end it properly.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from trio_llm.sampling import SamplingParams
 __all__ = ["Generation", "IndexedOutput", "RunningRequests", "check_batch"]
 
 IndexedOutput = tuple[int, RequestOutput]
-"""Index of the prompt, and an output of it."""
+"""Index of a prompt, and an output for it."""
 
 
 class RunningRequests:
-    """Ids of the requests that run for HTTP clients."""
+    """Ids of the requests that run for HTTP clients of one server."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = {}
+        self.are_ended = False
+        """The server has ended all that ran: see `end_all`."""
 
     def add(self, request_id: str) -> None:
         self._counts[request_id] = self._counts.get(request_id, 0) + 1
@@ -46,16 +48,24 @@ class RunningRequests:
     def ids(self) -> list[str]:
         return list(self._counts)
 
+    def end_all(self, client: EngineClient) -> int:
+        """End every request, since the server stops. Returns how many there were.
+
+        Streams get a last event with the reason `abort`; whole answers become errors.
+        """
+        self.are_ended = True
+        return client.abort(self.ids())
+
 
 def check_batch(
     config: EngineConfig, prompts: Sequence[str | list[int]], *, field: str, times: int = 1, what: str = "vectors"
 ) -> None:
-    """Prompts are admitted one by one: those that can never all be in are refused, not told to come back.
+    """Refuse a batch that can never be admitted: its prompts are admitted one by one, and all must be in at once.
 
     Args:
-        field: of the body, that the prompts stand in.
-        times: requests that each becomes.
-        what: they are for.
+        field: the field of the body that has the prompts.
+        times: requests that each prompt becomes.
+        what: what the prompts are for.
 
     Raises:
         InvalidRequestError: the limits of admission are below what these take together.
@@ -85,12 +95,11 @@ class Generation:
     cache_salt: str | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     contents: AnswerContents = TEXT_ONLY
-    """What its answer shows."""
     param_names: Mapping[str, str] = field(default_factory=dict)
-    """What the client calls fields of `params`, where that is something else."""
+    """Fields of `params` -> the client's names for them, where they differ."""
 
     def assembler(self) -> Assembler:
-        """What makes the outputs one answer."""
+        """A fresh assembler for the outputs of this generation."""
         return Assembler(len(self.prompts), choices_per_prompt=self.params.n, contents=self.contents)
 
     @asynccontextmanager
@@ -101,8 +110,8 @@ class Generation:
         `__anext__` takes nothing; it can be called again.
 
         Raises:
-            RequestTimeoutError: the request's time was over before its outputs were taken. The engine is told at once,
-                also while nothing is taken.
+            RequestTimeoutError: the request's time was over before its outputs were taken. The request is aborted at
+                once, also while the caller takes nothing.
             InvalidRequestError, EngineError: as `EngineClient.generate`, on entering or by the iterator.
         """
         if len(self.prompts) > 1:
@@ -112,8 +121,8 @@ class Generation:
             async with self._open_one(0, self.request_id) as outputs, outputs.in_time(self.timeout):
                 yield outputs
             return
-        # Errors come through the channel, too: raised in the nursery, they would cancel the reader in the middle of
-        # what it sends to its client.
+        # Errors come through the channel, too. Raised in the nursery, they would cancel the reader while it sends
+        # something to its client.
         sender, receiver = trio.open_memory_channel[IndexedOutput | Exception](0)
         with unwrap_single(), receiver:
             async with trio.open_nursery() as nursery:
@@ -144,7 +153,7 @@ class Generation:
                     self.prompts[index], self.params, request_id=request_id, cache_salt=self.cache_salt
                 )
                 try:
-                    with self.timeout.within():  # also tells the engine when nobody reads any more
+                    with self.timeout.within():  # its deadline also goes to the engine
                         await stack.enter_async_context(stream)
                 except InvalidRequestError as error:
                     raise in_client_names(error, self.param_names) from None
@@ -154,11 +163,11 @@ class Generation:
 
 
 class _Indexed:
-    """An iterator of outputs that adds the index.
+    """An iterator that adds the index to each output.
 
     Args:
         outputs: a stream that was entered.
-        block: what leaves the stream.
+        block: leaves the stream when it is closed.
     """
 
     def __init__(self, index: int, outputs: AsyncIterator[RequestOutput], block: AsyncExitStack) -> None:
@@ -185,7 +194,7 @@ class _Indexed:
     async def in_time(self, timeout: RequestTimeout) -> AsyncIterator[None]:
         """While the block lasts, leave the stream when the time is over.
 
-        Its reader has that deadline, too, but may be held up by its client then, and the engine is not to work on.
+        The reader has that deadline, too. But its client may be holding it up, and the engine must not work on.
         """
         if timeout.deadline == math.inf:
             yield

@@ -12,14 +12,10 @@ from pydantic import Field, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.answers.client_names import in_client_names
-from trio_llm.frontend.http.openai.fields import (
-    NOT_SUPPORTED,
-    CommonFields,
-    Neutral,
-    only,
-    sampling_params,
-)
-from trio_llm.frontend.rendering.messages import MAX_MESSAGES
+from trio_llm.frontend.http.openai.body import Neutral, WholeNumber, only
+from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, sampling_params
+from trio_llm.frontend.http.openai.schemas import INT64_MAX, MESSAGES, Schema, bounded, implies
+from trio_llm.frontend.rendering.chat_template import RESERVED_KWARGS
 from trio_llm.quoting import quote
 from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
 
@@ -27,15 +23,17 @@ __all__ = ["ChatRequest", "chat_params", "param_names"]
 
 MAX_TEMPLATE_KWARGS = 64
 
+TemplateKwarg = Annotated[str, Field(json_schema_extra={"not": {"enum": sorted(RESERVED_KWARGS)}})]
+
 
 class ChatRequest(CommonFields):
     """A conversation to continue."""
 
     not_supported: ClassVar[Mapping[str, Neutral]] = {
         **NOT_SUPPORTED,
-        "tools": only(),
+        "tools": only([]),
         "tool_choice": only("none", "auto"),
-        "functions": only(),
+        "functions": only([]),
         "function_call": only("none", "auto"),
         "chat_template": only(),
         "documents": only([]),
@@ -44,16 +42,39 @@ class ChatRequest(CommonFields):
         "echo": only(False),
     }
 
+    rules: ClassVar[tuple[Schema, ...]] = (
+        *CommonFields.rules,
+        implies("top_logprobs", {"type": "integer", "not": {"const": 0}}, "logprobs", {"const": True}),
+        implies(
+            "continue_final_message",
+            {"const": True},
+            "add_generation_prompt",
+            {"enum": [False, None]},
+            is_needed=False,
+        ),
+    )
+
     # Judged by the renderer, as those of any other caller.
-    messages: Annotated[
-        Any, WithJsonSchema({"type": "array", "minItems": 1, "maxItems": MAX_MESSAGES, "items": {"type": "object"}})
-    ]
-    max_completion_tokens: int | None = None
+    messages: Annotated[Any, WithJsonSchema(MESSAGES)]
+    max_completion_tokens: Annotated[WholeNumber | None, bounded(1, INT64_MAX)] = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[WholeNumber | None, bounded(0, MAX_LOGPROBS)] = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any] | None, Field(max_length=MAX_TEMPLATE_KWARGS)] = None
+    chat_template_kwargs: Annotated[dict[TemplateKwarg, Any] | None, Field(max_length=MAX_TEMPLATE_KWARGS)] = None
+
+    def check_together(self) -> None:
+        super().check_together()
+        # The newer name goes before the older one, which is judged all the same.
+        if self.max_tokens is not None and not 1 <= self.max_tokens <= INT64_MAX:
+            raise InvalidRequestError(
+                f"max_tokens must be an integer from 1 to {INT64_MAX}, not {quote(self.max_tokens)}", "max_tokens"
+            )
+
+    @property
+    def repeats_prompt(self) -> bool:
+        """The answer has something of the prompt: its ids, or its log-probabilities."""
+        return bool(self.return_token_ids) or self.prompt_logprobs is not None
 
     @property
     def adds_generation_prompt(self) -> bool:

@@ -12,15 +12,10 @@ import msgspec
 from pydantic import WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.fields import (
-    NOT_SUPPORTED,
-    CommonFields,
-    Neutral,
-    only,
-    sampling_params,
-)
-from trio_llm.frontend.http.openai.prompts import prompt_schema
-from trio_llm.sampling import SamplingParams
+from trio_llm.frontend.http.openai.body import Neutral, WholeNumber, only
+from trio_llm.frontend.http.openai.fields import NOT_SUPPORTED, CommonFields, sampling_params
+from trio_llm.frontend.http.openai.schemas import INT64_MAX, Schema, bounded, implies, prompt_schema
+from trio_llm.sampling import MAX_LOGPROBS, SamplingParams
 
 __all__ = [
     "DEFAULT_MAX_TOKENS",
@@ -36,7 +31,7 @@ __all__ = [
 DEFAULT_MAX_TOKENS = 16
 MAX_PROMPTS = 1024
 MAX_CHOICES = 1024
-"""Of all prompts together."""
+"""Choices of one request, over all its prompts."""
 
 
 class CompletionRequest(CommonFields):
@@ -44,8 +39,18 @@ class CompletionRequest(CommonFields):
 
     not_supported: ClassVar[Mapping[str, Neutral]] = {**NOT_SUPPORTED, "suffix": only("")}
 
+    rules: ClassVar[tuple[Schema, ...]] = (
+        *CommonFields.rules,
+        implies("max_tokens", {"const": 0}, "echo", {"const": True}),
+        {
+            "if": {"properties": {"max_tokens": {"type": "null"}}},
+            "then": {"properties": {"min_tokens": {"maximum": DEFAULT_MAX_TOKENS}}},
+        },
+    )
+
     prompt: Annotated[Any, WithJsonSchema(prompt_schema(MAX_PROMPTS))]
-    logprobs: int | None = None
+    max_tokens: Annotated[WholeNumber | None, bounded(0, INT64_MAX)] = None
+    logprobs: Annotated[WholeNumber | None, bounded(0, MAX_LOGPROBS)] = None
     echo: bool | None = None
     add_special_tokens: bool | None = None
 

@@ -1,4 +1,4 @@
-"""What pydantic finds wrong with a body, as one error of ours.
+"""Pydantic's errors about a body, as one error of ours.
 
 Pure. Used where bodies are parsed.
 """

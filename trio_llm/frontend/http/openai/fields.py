@@ -6,108 +6,131 @@ accepted and ignored, as clients expect.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, WithJsonSchema
+from pydantic import Field, WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.field_errors import invalid_fields_error
+from trio_llm.frontend.http.openai.body import ModelRequest, Neutral, RequestBody, WholeNumber, only
+from trio_llm.frontend.http.openai.schemas import (
+    INT64_MAX,
+    INT64_MIN,
+    TOKEN_ID,
+    Schema,
+    bounded,
+    implies,
+)
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
 from trio_llm.quoting import quote
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_CHARS,
     MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
     MAX_LOGIT_BIAS_TOKENS,
+    MAX_LOGPROBS,
+    MAX_N,
+    MAX_PENALTY,
+    MAX_STOP_STRING_CHARS,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
     RequestOutputKind,
     SamplingParams,
 )
 
-__all__ = [
-    "NOT_SUPPORTED",
-    "CommonFields",
-    "ModelRequest",
-    "Neutral",
-    "RequestBody",
-    "StreamOptions",
-    "only",
-    "parse_body",
-    "sampling_params",
-]
+__all__ = ["NOT_SUPPORTED", "CommonFields", "StreamOptions", "sampling_params"]
 
+NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
+    "best_of": only(1),
+    "length_penalty": only(1),
+    "logprob_token_ids": only([]),
+    "prompt_embeds": only([]),
+    "use_beam_search": only(False),
+    "response_format": only({"type": "text"}),
+    "structured_outputs": only({}),
+    "guided_json": only(),
+    "guided_regex": only(),
+    "guided_choice": only(),
+    "guided_grammar": only(),
+    "truncate_prompt_tokens": only(),
+    "return_prompt_text": only(False),
+    "stream_interval": only(1),
+    "repetition_detection": only(),
+    "thinking_token_budget": only(-1),
+    "logits_processors": only([]),
+    "kv_transfer_params": only({}),
+    "priority": only(0),
+    "mm_processor_kwargs": only({}),
+}
+"""Fields of both protocols, each with the values that are accepted because they change nothing."""
 
-class RequestBody(BaseModel):
-    """A JSON object. Numbers are numbers: no text, no bool in their place. Unknown fields are dropped."""
-
-    model_config = ConfigDict(strict=True, extra="ignore", frozen=True, allow_inf_nan=False)
-
-    not_supported: ClassVar[Mapping[str, Neutral]] = {}
-    """Fields that would change the answer and cannot be done, each with the values that change nothing."""
-
-    def check_together(self) -> None:
-        """Raise InvalidRequestError for fields that do not go together."""
-
-
-RequestId = Annotated[str | None, Field(pattern=r"\A[A-Za-z0-9_.:/+=@-]{1,128}\z")]
-"""It becomes a header of the answer."""
+_STOP_STRING: Final[Schema] = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_STRING_CHARS}
+_STOP: Final[Schema] = {
+    "anyOf": [
+        _STOP_STRING,
+        {"type": "array", "items": _STOP_STRING, "maxItems": MAX_STOP_STRINGS},
+        {"type": "null"},
+    ]
+}
+TokenId = Annotated[WholeNumber, WithJsonSchema(TOKEN_ID)]
+BadWord = Annotated[str, WithJsonSchema({"type": "string", "minLength": 1, "maxLength": MAX_BAD_WORD_CHARS})]
+_LOGIT_BIAS: Final[Schema] = {
+    "anyOf": [
+        {
+            "type": "object",
+            "propertyNames": {"pattern": "^(0|[1-9][0-9]{0,9})$"},
+            "additionalProperties": {"type": "number", "minimum": -MAX_LOGIT_BIAS, "maximum": MAX_LOGIT_BIAS},
+            "maxProperties": MAX_LOGIT_BIAS_TOKENS,
+        },
+        {"type": "null"},
+    ]
+}
 
 
 class StreamOptions(RequestBody):
-    """What a stream carries besides text."""
+    """Things that a stream carries besides text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class ModelRequest(RequestBody):
-    """Fields of every request to the model."""
-
-    model: str | None = None
-    timeout: float | None = None
-    request_id: RequestId = None
-
-
 class CommonFields(ModelRequest):
     """Fields of every generating request. Ranges are checked by SamplingParams."""
 
+    rules: ClassVar[tuple[Schema, ...]] = (
+        implies("stream_options", {"type": "object"}, "stream", {"const": True}),
+        implies("prompt_logprobs", {"type": "integer"}, "stream", {"enum": [False, None]}, is_needed=False),
+    )
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: Annotated[
-        Any,
-        WithJsonSchema(
-            {
-                "anyOf": [
-                    {"type": "string"},
-                    {"type": "array", "items": {"type": "string"}, "maxItems": MAX_STOP_STRINGS},
-                    {"type": "null"},
-                ]
-            }
-        ),
-    ] = None
-    stop_token_ids: Annotated[list[int] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
+    temperature: Annotated[float | None, bounded(0, 2)] = None
+    top_p: Annotated[float | None, bounded(above=0, most=1)] = None
+    top_k: Annotated[WholeNumber | None, bounded(-1, INT64_MAX)] = None
+    seed: Annotated[WholeNumber | None, bounded(INT64_MIN, INT64_MAX)] = None
+    n: Annotated[WholeNumber | None, bounded(1, MAX_N)] = None
+    max_tokens: Annotated[WholeNumber | None, bounded(1, INT64_MAX)] = None
+    min_tokens: Annotated[WholeNumber | None, bounded(0, INT64_MAX)] = None
+    stop: Annotated[Any, WithJsonSchema(_STOP)] = None
+    stop_token_ids: Annotated[list[TokenId] | None, Field(max_length=MAX_STOP_TOKEN_IDS)] = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
-    allowed_token_ids: Annotated[list[int] | None, Field(max_length=MAX_ALLOWED_TOKEN_IDS)] = None
-    bad_words: Annotated[list[str] | None, Field(max_length=MAX_BAD_WORDS)] = None
-    prompt_logprobs: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
+    allowed_token_ids: Annotated[list[TokenId] | None, Field(min_length=1, max_length=MAX_ALLOWED_TOKEN_IDS)] = None
+    bad_words: Annotated[list[BadWord] | None, Field(max_length=MAX_BAD_WORDS)] = None
+    prompt_logprobs: Annotated[WholeNumber | None, bounded(0, MAX_LOGPROBS)] = None
+    min_p: Annotated[float | None, bounded(0, 1)] = None
+    presence_penalty: Annotated[float | None, bounded(-MAX_PENALTY, MAX_PENALTY)] = None
+    frequency_penalty: Annotated[float | None, bounded(-MAX_PENALTY, MAX_PENALTY)] = None
+    repetition_penalty: Annotated[float | None, bounded(above=0)] = None
     # JSON has no other keys than strings.
-    logit_bias: Annotated[dict[str, float] | None, Field(max_length=MAX_LOGIT_BIAS_TOKENS)] = None
+    logit_bias: Annotated[
+        dict[str, float] | None, Field(max_length=MAX_LOGIT_BIAS_TOKENS), WithJsonSchema(_LOGIT_BIAS)
+    ] = None
     return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] = None
 
     def check_together(self) -> None:
@@ -125,79 +148,6 @@ class CommonFields(ModelRequest):
     def wants_continuous_usage(self) -> bool:
         """Every chunk carries what was counted so far."""
         return self.wants_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
-
-
-Body = TypeVar("Body", bound=RequestBody)
-
-
-def parse_body(model: type[Body], body: Mapping[str, Any]) -> Body:
-    """The request in a JSON object.
-
-    Raises:
-        InvalidRequestError: a field has the wrong type, a value that is not supported, or does not go with another
-            one; `param` names it.
-    """
-    _check_supported(body, model.not_supported)
-    try:
-        request = model.model_validate(body)
-    except ValidationError as error:
-        raise invalid_fields_error(error, model.model_fields) from None
-    request.check_together()
-    return request
-
-
-# ------------------------------------------------------------------------------- fields not supported
-
-Neutral = Callable[[Any], bool]
-"""Whether a value of a field that is not supported changes nothing."""
-
-
-def only(*values: Any) -> Neutral:
-    """Null, or one of these values, with its very type: true is not 1, though Python says so."""
-    return lambda value: value is None or any(type(value) is type(one) and value == one for one in values)
-
-
-def _number(neutral: float) -> Neutral:
-    return lambda value: (
-        value is None or (isinstance(value, int | float) and not isinstance(value, bool) and value == neutral)
-    )
-
-
-NOT_SUPPORTED: Mapping[str, Neutral] = {
-    "best_of": only(1),
-    "length_penalty": _number(1),
-    "logprob_token_ids": only([]),
-    "prompt_embeds": only(),
-    "use_beam_search": only(False),
-    "response_format": only({"type": "text"}),
-    "structured_outputs": only(),
-    "guided_json": only(),
-    "guided_regex": only(),
-    "guided_choice": only(),
-    "guided_grammar": only(),
-    "truncate_prompt_tokens": only(),
-    "return_tokens_as_token_ids": only(False),
-    "return_prompt_text": only(False),
-    "stream_interval": only(1),
-    "repetition_detection": only(),
-    "thinking_token_budget": only(-1),
-    "logits_processors": only([]),
-    "kv_transfer_params": only(),
-    "priority": only(0),
-    "mm_processor_kwargs": only({}),
-}
-"""Fields of both protocols, each with the values that are accepted because they change nothing."""
-
-
-def _check_supported(body: Mapping[str, Any], not_supported: Mapping[str, Neutral]) -> None:
-    """
-    Raises:
-        InvalidRequestError: a field of the table has a value that would change the answer.
-    """
-    for name in body.keys() & not_supported.keys():
-        value = body[name]
-        if not not_supported[name](value):
-            raise InvalidRequestError(f"{name}: {quote(value)} is not supported by this server; leave it out", name)
 
 
 # --------------------------------------------------------------------------------------- conversion

@@ -6,14 +6,14 @@ Pure. Used by their routes. The first is OpenAI's, the others are in the form of
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, get_args
 
 from pydantic import WithJsonSchema
 
 from trio_llm.errors import InvalidRequestError
-from trio_llm.frontend.http.openai.fields import ModelRequest, Neutral, only
-from trio_llm.frontend.http.openai.prompts import prompt_schema
-from trio_llm.pooling import PoolingParams
+from trio_llm.frontend.http.openai.body import ModelRequest, Neutral, only
+from trio_llm.frontend.http.openai.schemas import NON_EMPTY, Schema, implies, one_or_many, prompt_schema
+from trio_llm.pooling import PoolingKind, PoolingParams, PoolingTask
 
 __all__ = [
     "MAX_INPUTS",
@@ -29,12 +29,12 @@ __all__ = [
 ]
 
 MAX_INPUTS: Final = 2048
-"""Vectors in one request: of `input`, or of both texts to compare."""
+"""Vectors in one request: for `input`, or for both texts to compare."""
 
 POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "dimensions": only(),
     "truncate_prompt_tokens": only(),
-    "messages": only(),
+    "messages": only([]),
     "embed_dtype": only("float32"),
     "endianness": only("native", "little"),
     "use_activation": only(True),
@@ -52,7 +52,7 @@ class VectorFields(ModelRequest):
 
     not_supported: ClassVar[Mapping[str, Neutral]] = POOLING_NOT_SUPPORTED
 
-    pooling: str | None = None
+    pooling: Annotated[str | None, WithJsonSchema({"enum": [*get_args(PoolingKind), None]})] = None
     add_special_tokens: bool | None = None
 
     @property
@@ -72,44 +72,41 @@ class EmbeddingRequest(VectorFields):
 class PoolingRequest(EmbeddingRequest):
     """Texts to embed or to classify."""
 
-    task: str | None = None
+    rules: ClassVar[tuple[Schema, ...]] = (
+        implies("task", {"const": "classify"}, "pooling", {"enum": ["last", None]}, is_needed=False),
+        implies("task", {"const": "classify"}, "normalize", {"enum": [True, None]}, is_needed=False),
+    )
 
-
-_TEXTS: Final = {
-    "anyOf": [
-        {"type": "string", "minLength": 1},
-        {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_INPUTS},
-    ]
-}
+    task: Annotated[str | None, WithJsonSchema({"enum": [*get_args(PoolingTask), None]})] = None
 
 
 class ScoreRequest(VectorFields):
     """Texts to compare: one with each of many, or pair by pair."""
 
-    text_1: Annotated[Any, WithJsonSchema(_TEXTS)]
-    text_2: Annotated[Any, WithJsonSchema(_TEXTS)]
+    text_1: Annotated[Any, WithJsonSchema(one_or_many(NON_EMPTY, MAX_INPUTS - 1))]
+    text_2: Annotated[Any, WithJsonSchema(one_or_many(NON_EMPTY, MAX_INPUTS - 1))]
 
 
 def embedding_params(request: EmbeddingRequest) -> PoolingParams:
-    """What /v1/embeddings asks for. Raises InvalidRequestError."""
+    """The parameters of /v1/embeddings. Raises InvalidRequestError."""
     return _params(task="embed", pooling=request.pooling, normalize=request.normalize)
 
 
 def pooling_params(request: PoolingRequest, tasks: Collection[str]) -> PoolingParams:
-    """What /pooling asks for: without a task, classes from a model that has some, else embeddings.
+    """The parameters of /pooling. Without a task they ask for classes if the model has some, else for an embedding.
 
     Args:
-        tasks: of the model.
+        tasks: those of the served model.
 
     Raises:
         InvalidRequestError: a value is wrong, or does not go with the task.
     """
-    task = request.task or ("classify" if "classify" in tasks else "embed")
+    task = ("classify" if "classify" in tasks else "embed") if request.task is None else request.task
     return _params(task=task, pooling=request.pooling, normalize=request.normalize)
 
 
 def score_params(request: ScoreRequest) -> PoolingParams:
-    """What /score compares. Raises InvalidRequestError."""
+    """The parameters of /score. Raises InvalidRequestError."""
     return _params(task="embed", pooling=request.pooling)
 
 
@@ -117,7 +114,7 @@ def pair_up(request: ScoreRequest) -> tuple[list[str], list[str]]:
     """Both sides of a comparison, each with as many texts as were sent: one, or as many as on the other side.
 
     Raises:
-        InvalidRequestError: they are no such texts, or too many.
+        InvalidRequestError: a side has something else, or both have too many.
     """
     first, second = _texts("text_1", request.text_1), _texts("text_2", request.text_2)
     if len(first) != 1 and len(first) != len(second):

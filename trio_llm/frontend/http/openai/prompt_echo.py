@@ -1,6 +1,6 @@
-"""Views: what an answer repeats of its prompts, as a request asks for it.
+"""The parts of prompts that answers repeat, as a request asks for them.
 
-Used by the routes.
+Used by the generating routes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from trio_llm.frontend.http.answers.assembly import TEXT_ONLY, AnswerContents, PromptEcho
 from trio_llm.frontend.http.openai.chat import ChatRequest
 from trio_llm.frontend.http.openai.completions import CompletionRequest, is_prompt_only
+from trio_llm.frontend.http.openai.logprobs import name_by_id
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.input_processor import check_num_scores
 
@@ -19,15 +20,13 @@ __all__ = ["chat_contents", "completion_contents"]
 def chat_contents(request: ChatRequest, token_ids: list[int]) -> AnswerContents:
     """
     Args:
-        token_ids: of the rendered conversation.
+        token_ids: those of the rendered conversation.
 
     Raises:
         InvalidRequestError: too many log-probabilities are asked for.
     """
     if request.prompt_logprobs is not None:
         check_num_scores("prompt_logprobs", len(token_ids), request.prompt_logprobs)
-    if request.prompt_logprobs is None and not request.return_token_ids:
-        return TEXT_ONLY
     return AnswerContents(
         prompts=[PromptEcho(token_ids=token_ids, text="", first_token="")],
         with_token_ids=bool(request.return_token_ids),
@@ -46,7 +45,7 @@ async def completion_contents(
     Cancellation: safe.
 
     Raises:
-        InvalidRequestError: a token id is none of the model's, or too many log-probabilities are asked for.
+        InvalidRequestError: the model has no such token id, or too many log-probabilities are asked for.
     """
     echo_logprobs = request.logprobs if request.echo else None
     num_tokens = sum(map(len, prompts)) * (request.n or 1)
@@ -55,18 +54,28 @@ async def completion_contents(
             check_num_scores(name, num_tokens, num_top)
     if not request.echo and not request.return_token_ids and request.prompt_logprobs is None:
         return TEXT_ONLY
-    echoes = []
-    for asked, token_ids in zip(given, prompts, strict=True):
-        text = first_token = ""
-        if request.echo and token_ids:  # one without tokens is refused where it is admitted
-            skips = request.skip_special_tokens is not False
-            text = asked if isinstance(asked, str) else await renderer.render_text(token_ids, skip_special_tokens=skips)
-            first_token = renderer.token_text(token_ids[0])
-        echoes.append(PromptEcho(token_ids=token_ids, text=text, first_token=first_token))
     return AnswerContents(
-        prompts=echoes,
+        prompts=[
+            await _echo(request, asked, token_ids, renderer) for asked, token_ids in zip(given, prompts, strict=True)
+        ],
         with_token_ids=bool(request.return_token_ids),
         echo_logprobs=echo_logprobs,
         prompt_logprobs=request.prompt_logprobs,
         is_prompt_only=is_prompt_only(request),
+    )
+
+
+async def _echo(
+    request: CompletionRequest, asked: str | list[int], token_ids: list[int], renderer: Renderer
+) -> PromptEcho:
+    if not request.echo or not token_ids:  # a prompt without tokens is refused where it is admitted
+        return PromptEcho(token_ids=token_ids, text="", first_token="")
+    skips = request.skip_special_tokens is not False
+    text = asked if isinstance(asked, str) else await renderer.render_text(token_ids, skip_special_tokens=skips)
+    first_token = renderer.token_text(token_ids[0])  # also checks the id
+    return PromptEcho(
+        token_ids=token_ids,
+        text=text,
+        first_token=name_by_id(token_ids[0]) if request.return_tokens_as_token_ids else first_token,
+        text_offsets=None if request.logprobs is None else await renderer.render_offsets(token_ids, text),
     )

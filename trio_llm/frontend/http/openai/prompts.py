@@ -10,26 +10,9 @@ from typing import Any
 from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.quoting import quote
 
-__all__ = ["parse_prompts", "prompt_schema"]
+__all__ = ["parse_prompts"]
 
 _INT32 = 2**31
-
-
-def prompt_schema(most: int) -> dict[str, Any]:
-    """For the OpenAPI document.
-
-    Args:
-        most: prompts in one request.
-    """
-    ids = {"type": "array", "items": {"type": "integer"}, "minItems": 1}
-    return {
-        "anyOf": [
-            {"type": "string", "minLength": 1},
-            ids,
-            {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": most},
-            {"type": "array", "items": ids, "minItems": 1, "maxItems": most},
-        ]
-    }
 
 
 def parse_prompts(value: Any, *, name: str, most: int, max_model_len: int, room: int = 1) -> list[str | list[int]]:
@@ -66,8 +49,17 @@ def _one_prompt(prompt: Any, name: str, max_model_len: int, longest: int) -> str
     if isinstance(prompt, list):
         if len(prompt) > longest:
             raise PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
-        # In C, since there may be very many; the one at fault is looked for only if there is one.
-        if set(map(type, prompt)) != {int} or min(prompt) < 0 or max(prompt) >= _INT32:
-            wrong = next(one for one in prompt if type(one) is not int or not 0 <= one < _INT32)
-            raise InvalidRequestError(f"{name}: {quote(wrong)} is not a token id", name)
+        return _token_ids(prompt, name)
     return prompt
+
+
+def _token_ids(ids: list[Any], name: str) -> list[int]:
+    """The ids, also those that are written as 2.0."""
+    # In C, since there may be very many; the one at fault is looked for only if there is one.
+    kinds = set(map(type, ids))
+    if kinds <= {int, float} and min(ids) >= 0 and max(ids) < _INT32:
+        whole = ids if kinds == {int} else list(map(int, ids))
+        if whole == ids:
+            return whole
+    wrong = next(one for one in ids if type(one) not in (int, float) or not 0 <= one < _INT32 or one != int(one))
+    raise InvalidRequestError(f"{name}: {quote(wrong)} is not a token id", name)

@@ -1,14 +1,12 @@
-"""Rendering of answers: events as chunks, and whole answers, in the shapes of OpenAI's API.
+"""Answers in the shapes of OpenAI's API: events as chunks of a stream, and whole answers.
 
-Pure. Used by the routes of chat completions and completions. Chunks are made from a prepared beginning, because
-one is made for nearly every token.
+Pure. Used by the generating routes. Chunks are made from a prepared beginning, because nearly every token makes one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -21,34 +19,61 @@ from trio_llm.frontend.http.answers.assembly import (
     TextDelta,
     Usage,
 )
+from trio_llm.frontend.http.openai.answer_bodies import (
+    ChatChoice,
+    ChatChunkChoice,
+    ChatCompletion,
+    Completion,
+    CompletionChoice,
+    CompletionChunkChoice,
+    CompletionLogprobs,
+    PromptLogprobs,
+    UsageBody,
+)
+from trio_llm.frontend.http.openai.logprobs import (
+    NameToken,
+    chat_logprobs,
+    completion_logprobs,
+    prompt_logprobs,
+    token_text,
+)
+from trio_llm.frontend.http.openai.text_offsets import MakeOffsets, TextOffsets
 from trio_llm.frontend.http.server.sse import DONE_EVENT
-from trio_llm.outputs import Logprob, TokenLogprobs
+from trio_llm.outputs import TokenLogprobs
 
-__all__ = ["AnswerHead", "ChatChunks", "CompletionChunks", "chat_answer", "completion_answer"]
+__all__ = ["AnswerHead", "ChatChunks", "CompletionChunks", "StreamUsage", "chat_answer", "completion_answer"]
 
 _encode = msgspec.json.Encoder().encode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerHead:
-    """What every chunk of an answer, or the whole one, begins with."""
+    """The fields that are the same in every chunk of an answer."""
 
     id: str
     created: int  # seconds since 1970
     model: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamUsage:
+    """The chunks of a stream that carry usage."""
+
+    at_the_end: bool = False
+    in_every_chunk: bool = False
+
+
 class _Chunks:
-    """Chunks of one stream. Subclasses render a choice."""
+    """Chunks of one stream. Subclasses write a choice."""
 
     object_name: str
 
     def __init__(
         self,
         head: AnswerHead,
+        usage: StreamUsage,
+        name_token: NameToken,
         *,
-        with_usage: bool,
-        with_continuous_usage: bool,
         prompt_token_ids: list[int] | None = None,
     ) -> None:
         fields = {"id": head.id, "object": self.object_name, "created": head.created, "model": head.model}
@@ -56,24 +81,29 @@ class _Chunks:
         self._first_only = b""
         if prompt_token_ids is not None:
             self._first_only = b',"prompt_token_ids":' + _encode(prompt_token_ids)
-        self._with_usage = with_usage
-        self._with_continuous_usage = with_continuous_usage
+        self._usage = usage
+        self._name_token = name_token
 
     def render(self, events: list[Event], usage: Usage) -> bytes:
-        """One chunk an event."""
-        end = b"]}\n\n"
-        if self._with_continuous_usage:
-            end = b'],"usage":' + _encode(_usage(usage)) + b"}\n\n"
-        if self._first_only:
-            end = b"]" + self._first_only + end[1:]
-            self._first_only = b""
-            first, *events = events  # the start of a choice: never empty
-            return self._beginning + self._choice(first) + end + self.render(events, usage)
-        return b"".join(self._beginning + choice + end for choice in map(self._choice, events) if choice)
+        """One chunk per event. Usage in a chunk counts the tokens up to that chunk."""
+        if not self._usage.in_every_chunk and not self._first_only:
+            return b"".join([self._beginning + choice + b"]}\n\n" for choice in map(self._choice, events) if choice])
+        chunks = []
+        num_tokens = usage.num_output_tokens - sum(event.num_tokens for event in events)
+        for event in events:
+            num_tokens += event.num_tokens
+            if choice := self._choice(event):
+                chunks += [self._beginning, choice, b"]", self._first_only]
+                self._first_only = b""
+                if self._usage.in_every_chunk:
+                    sent = Usage(usage.num_prompt_tokens, usage.num_cached_tokens, num_tokens)
+                    chunks += [b',"usage":', _encode(_usage(sent))]
+                chunks.append(b"}\n\n")
+        return b"".join(chunks)
 
     def ending(self, usage: Usage) -> bytes:
         """The chunk with the usage, if it was asked for, and the end mark."""
-        if not self._with_usage:
+        if not self._usage.at_the_end:
             return DONE_EVENT
         return (
             self._beginning + b'],"usage":' + _encode(_usage(usage)) + b',"system_fingerprint":null}\n\n' + DONE_EVENT
@@ -90,7 +120,9 @@ class ChatChunks(_Chunks):
 
     def _choice(self, event: Event) -> bytes:
         if isinstance(event, TextDelta):
-            logprobs = b"null" if event.logprobs is None else _encode(_chat_logprobs(event.logprobs))
+            logprobs = b"null"
+            if event.logprobs is not None:
+                logprobs = _encode(chat_logprobs(event.logprobs, self._name_token))
             return b'{"index":%d,"delta":{"content":%b},"logprobs":%b,"finish_reason":null%b}' % (
                 event.index,
                 _encode(event.text),
@@ -104,112 +136,130 @@ class ChatChunks(_Chunks):
             )
         if isinstance(event, PromptEchoed):
             return b""  # its ids, which are all that can be asked for, stand in the first chunk
-        return _encode(
-            {
-                "index": event.index,
-                "delta": {"content": event.text},
-                "logprobs": None if event.logprobs is None else _chat_logprobs(event.logprobs),
-                "finish_reason": event.finish_reason,
-                "stop_reason": event.stop_reason,
-                **_token_ids(event),
-            }
-        )
+        choice: ChatChunkChoice = {
+            "index": event.index,
+            "delta": {"content": event.text},
+            "logprobs": None if event.logprobs is None else chat_logprobs(event.logprobs, self._name_token),
+            "finish_reason": event.finish_reason,
+            "stop_reason": event.stop_reason,
+        }
+        if event.token_ids is not None:
+            choice["token_ids"] = event.token_ids
+        return _encode(choice)
 
 
 class CompletionChunks(_Chunks):
-    """Chunks of a completion."""
+    """Chunks of a completion.
+
+    Args:
+        make_offsets: for the positions of tokens; needed if there are log-probabilities.
+    """
 
     object_name = "text_completion"
 
-    def __init__(self, head: AnswerHead, *, with_usage: bool, with_continuous_usage: bool) -> None:
-        super().__init__(head, with_usage=with_usage, with_continuous_usage=with_continuous_usage)
-        self._offsets: dict[int, int] = {}  # index -> characters of the tokens listed so far
+    def __init__(
+        self,
+        head: AnswerHead,
+        usage: StreamUsage,
+        name_token: NameToken = token_text,
+        *,
+        make_offsets: MakeOffsets | None = None,
+    ) -> None:
+        super().__init__(head, usage, name_token)
+        self._make_offsets = make_offsets
+        self._offsets: dict[int, TextOffsets] = {}
+        """By choice."""
 
     def _choice(self, event: Event) -> bytes:
         if isinstance(event, ChoiceStarted):
             return b""  # completions have no such chunk
         if isinstance(event, PromptEchoed):
             return self._prompt(event)
-        return _encode(
-            {
-                "index": event.index,
-                "text": event.text,
-                "logprobs": self._logprobs(event),
-                "finish_reason": event.finish_reason if isinstance(event, ChoiceFinished) else None,
-                "stop_reason": event.stop_reason if isinstance(event, ChoiceFinished) else None,
-                **_token_ids(event),
-            }
-        )
-
-    def _prompt(self, event: PromptEchoed) -> bytes:
-        if not event.text and event.token_ids is None:
-            return b""
-        logprobs = None
-        if event.logprobs is not None:
-            logprobs, self._offsets[event.index] = _completion_logprobs(event.logprobs, 0, event.first_token)
-        else:
-            self._offsets[event.index] = len(event.text)
-        choice = {
+        choice: CompletionChunkChoice = {
             "index": event.index,
             "text": event.text,
-            "logprobs": logprobs,
+            "logprobs": None if event.logprobs is None else self._logprobs(event.index, event.logprobs),
+            "finish_reason": event.finish_reason if isinstance(event, ChoiceFinished) else None,
+            "stop_reason": event.stop_reason if isinstance(event, ChoiceFinished) else None,
+        }
+        if event.token_ids is not None:
+            choice["token_ids"] = event.token_ids
+        return _encode(choice)
+
+    def _prompt(self, event: PromptEchoed) -> bytes:
+        if not event.prompt.text and event.token_ids is None:
+            return b""
+        choice: CompletionChunkChoice = {
+            "index": event.index,
+            "text": event.prompt.text,
+            "logprobs": _echo_logprobs(event, self._name_token),
             "finish_reason": None,
             "stop_reason": None,
         }
         if event.token_ids is not None:
-            choice |= {"token_ids": [], "prompt_token_ids": event.token_ids}
+            choice["token_ids"] = []
+            choice["prompt_token_ids"] = event.token_ids
         return _encode(choice)
 
-    def _logprobs(self, event: TextDelta | ChoiceFinished) -> dict[str, Any] | None:
-        if event.logprobs is None:
-            return None
-        offset = self._offsets.get(event.index, 0)
-        rendered, self._offsets[event.index] = _completion_logprobs(event.logprobs, offset)
-        return rendered
+    def _logprobs(self, index: int, positions: list[TokenLogprobs]) -> CompletionLogprobs:
+        offsets = self._offsets.get(index)
+        if offsets is None:
+            assert self._make_offsets is not None
+            offsets = self._offsets[index] = self._make_offsets(index)
+        return completion_logprobs(positions, offsets.place(positions), self._name_token)
 
 
 # ------------------------------------------------------------------------------------ whole answers
 
 
-def chat_answer(head: AnswerHead, choices: list[Choice], usage: Usage) -> bytes:
+def chat_answer(head: AnswerHead, choices: Sequence[Choice], usage: Usage, name_token: NameToken) -> bytes:
     """The body of a chat completion that is not streamed."""
-    return _encode(
-        {
-            "id": head.id,
-            "object": "chat.completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [_chat_choice(choice) for choice in choices],
-            "service_tier": None,
-            "system_fingerprint": None,
-            "usage": _usage(usage),
-            "prompt_logprobs": _prompt_logprobs(choices[0]),
-            "prompt_token_ids": choices[0].prompt and choices[0].prompt.token_ids,
-            "prompt_text": None,
-            "kv_transfer_params": None,
-            "metrics": None,
-        }
-    )
+    echoed_logprobs, echoed_ids = _echoed(choices[0].prompt)
+    answer: ChatCompletion = {
+        "id": head.id,
+        "object": "chat.completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": [_chat_choice(choice, name_token) for choice in choices],
+        "service_tier": None,
+        "system_fingerprint": None,
+        "usage": _usage(usage),
+        "prompt_logprobs": echoed_logprobs,
+        "prompt_token_ids": echoed_ids,
+        "prompt_text": None,
+        "kv_transfer_params": None,
+        "metrics": None,
+    }
+    return _encode(answer)
 
 
-def completion_answer(head: AnswerHead, choices: list[Choice], usage: Usage) -> bytes:
-    """The body of a completion that is not streamed."""
-    return _encode(
-        {
-            "id": head.id,
-            "object": "text_completion",
-            "created": head.created,
-            "model": head.model,
-            "choices": [_completion_choice(choice) for choice in choices],
-            "service_tier": None,
-            "system_fingerprint": None,
-            "usage": _usage(usage),
-            "kv_transfer_params": None,
-        }
-    )
+def completion_answer(
+    head: AnswerHead,
+    choices: Sequence[Choice],
+    usage: Usage,
+    name_token: NameToken,
+    make_offsets: MakeOffsets | None,
+) -> bytes:
+    """The body of a completion that is not streamed.
+
+    Args:
+        make_offsets: as `CompletionChunks`.
+    """
+    answer: Completion = {
+        "id": head.id,
+        "object": "text_completion",
+        "created": head.created,
+        "model": head.model,
+        "choices": [_completion_choice(choice, name_token, make_offsets) for choice in choices],
+        "service_tier": None,
+        "system_fingerprint": None,
+        "usage": _usage(usage),
+        "kv_transfer_params": None,
+    }
+    return _encode(answer)
 
 
-def _chat_choice(choice: Choice) -> dict[str, Any]:
+def _chat_choice(choice: Choice, name_token: NameToken) -> ChatChoice:
     return {
         "index": choice.index,
         "message": {
@@ -222,20 +272,22 @@ def _chat_choice(choice: Choice) -> dict[str, Any]:
             "reasoning": None,
             "reasoning_content": None,
         },
-        "logprobs": None if choice.logprobs is None else _chat_logprobs(choice.logprobs),
+        "logprobs": None if choice.logprobs is None else chat_logprobs(choice.logprobs, name_token),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "token_ids": choice.token_ids,
     }
 
 
-def _completion_choice(choice: Choice) -> dict[str, Any]:
+def _completion_choice(choice: Choice, name_token: NameToken, make_offsets: MakeOffsets | None) -> CompletionChoice:
+    echoed_logprobs, echoed_ids = _echoed(choice.prompt)
     logprobs = None
     if choice.logprobs is not None:
-        prompt = choice.prompt
-        echoed = (prompt and prompt.logprobs) or []
-        offset = len(prompt.text) if prompt and not echoed else 0
-        logprobs, _ = _completion_logprobs([*echoed, *choice.logprobs], offset, prompt.first_token if prompt else "")
+        assert make_offsets is not None
+        offsets = make_offsets(choice.index).place(choice.logprobs)
+        logprobs = completion_logprobs(choice.logprobs, offsets, name_token)
+        if choice.prompt and (echoed := _echo_logprobs(choice.prompt, name_token)):
+            logprobs = _joined(echoed, logprobs)
     return {
         "index": choice.index,
         "text": choice.text,
@@ -243,16 +295,33 @@ def _completion_choice(choice: Choice) -> dict[str, Any]:
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "token_ids": choice.token_ids,
-        "prompt_logprobs": _prompt_logprobs(choice),
-        "prompt_token_ids": choice.prompt and choice.prompt.token_ids,
+        "prompt_logprobs": echoed_logprobs,
+        "prompt_token_ids": echoed_ids,
     }
 
 
-def _token_ids(event: TextDelta | ChoiceFinished) -> dict[str, list[int]]:
-    return {} if event.token_ids is None else {"token_ids": event.token_ids}
+def _echoed(prompt: PromptEchoed | None) -> tuple[PromptLogprobs | None, list[int] | None]:
+    """The prompt's log-probabilities and ids that stand in fields of their own."""
+    return (None, None) if prompt is None else (prompt_logprobs(prompt.prompt_logprobs), prompt.token_ids)
 
 
-def _usage(usage: Usage) -> dict[str, Any]:
+def _echo_logprobs(event: PromptEchoed, name_token: NameToken) -> CompletionLogprobs | None:
+    prompt = event.prompt
+    if event.echo_logprobs is None or prompt.text_offsets is None:
+        return None
+    return completion_logprobs(event.echo_logprobs, prompt.text_offsets, name_token, first_token=prompt.first_token)
+
+
+def _joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    return {
+        "text_offset": first["text_offset"] + second["text_offset"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "tokens": first["tokens"] + second["tokens"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+    }
+
+
+def _usage(usage: Usage) -> UsageBody:
     return {
         "prompt_tokens": usage.num_prompt_tokens,
         "total_tokens": usage.num_prompt_tokens + usage.num_output_tokens,
@@ -260,63 +329,3 @@ def _usage(usage: Usage) -> dict[str, Any]:
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "completion_tokens_details": None,
     }
-
-
-# ---------------------------------------------------------------------------------- log-probabilities
-
-
-def _chat_logprobs(positions: list[TokenLogprobs]) -> dict[str, Any]:
-    return {
-        "content": [
-            {**_candidate(position.sampled), "top_logprobs": [_candidate(one) for one in position.top]}
-            for position in positions
-        ]
-    }
-
-
-def _candidate(logprob: Logprob) -> dict[str, Any]:
-    return {"token": logprob.token, "logprob": logprob.logprob, "bytes": list(logprob.token_bytes)}
-
-
-def _completion_logprobs(
-    positions: Sequence[TokenLogprobs | None], offset: int, first_token: str = ""
-) -> tuple[dict[str, Any], int]:
-    """The positions in columns, and the offset after them.
-
-    Args:
-        first_token: text of the position that is None, which only the first of a prompt is.
-    """
-    tokens = [first_token if position is None else position.sampled.token for position in positions]
-    offsets: list[int] = []
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
-    columns = {
-        "text_offset": offsets,
-        "token_logprobs": [None if position is None else position.sampled.logprob for position in positions],
-        "tokens": tokens,
-        "top_logprobs": [None if position is None else _top(position) for position in positions],
-    }
-    return columns, offset
-
-
-def _prompt_logprobs(choice: Choice) -> list[dict[str, Any] | None] | None:
-    """For each token of the prompt its own candidate, then the likeliest, by token id."""
-    if choice.prompt is None or choice.prompt.scores is None:
-        return None
-    return [None if position is None else _by_token_id(position) for position in choice.prompt.scores]
-
-
-def _by_token_id(position: TokenLogprobs) -> dict[str, Any]:
-    return {
-        str(one.token_id): {"logprob": one.logprob, "rank": one.rank, "decoded_token": one.token}
-        for one in (position.sampled, *position.top)
-    }
-
-
-def _top(position: TokenLogprobs) -> dict[str, float]:
-    """The alternatives, best first, and the sampled token, which may or may not be one of them."""
-    top: dict[str, float] = {}
-    for one in (*position.top, position.sampled):
-        top.setdefault(one.token, one.logprob)
-    return top

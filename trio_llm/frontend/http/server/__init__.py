@@ -1,1 +1,1 @@
-"""HTTP connections and the ASGI shell, whatever the routes are."""
+"""HTTP connections, the ASGI shell, and what a reply is, independent of the routes."""

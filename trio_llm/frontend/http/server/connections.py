@@ -12,7 +12,7 @@ Used by `serve`, in place of Hypercorn's `serve` and `TCPServer`. What those do,
   piece that the kernel takes at once has no schedule point, and a send that has to wait can be cancelled.
 
 The end of a client's input counts as the client's departure: its request is cancelled. A client that shuts down only
-its sending side and means to go on reading (`nc -N`) cannot be told from one that has left. Working on for departed
+its sending side and means to go on reading (`nc -N`) looks the same as one that has left. Working on for departed
 clients would cost more than serving those few.
 """
 

@@ -1,6 +1,6 @@
-"""Errors as replies: the one place that turns an exception into an OpenAI-shaped body, a status and headers.
+"""Errors as replies: the one place that turns an exception into a status, headers and a body in OpenAI's shape.
 
-Pure. Used by the shell, for every route, and by event streams once their response has started. Imports neither
+Pure. Used by the shell for every route, and by event streams once their response has started. Imports neither
 Starlette nor pydantic: the shell answers before they are loaded.
 """
 
@@ -61,13 +61,13 @@ class BodyTimeoutError(InvalidRequestError):
 
 
 class WebPageError(InvalidRequestError):
-    """A browser has sent the request for a web page, and the path is for programs alone."""
+    """A browser has sent the request on behalf of a web page, and the path is for programs."""
 
     status = 403
     kind = "permission_error"
 
     def __init__(self) -> None:
-        super().__init__("this path takes no requests of web pages (it came with an Origin header)")
+        super().__init__("this path takes no requests from web pages (the request has an Origin header)")
 
 
 class HttpVersionError(InvalidRequestError):
@@ -80,7 +80,7 @@ class HttpVersionError(InvalidRequestError):
 
 
 class MalformedRequestError(InvalidRequestError):
-    """The request is not HTTP, or not safe to read as it. The connection is closed."""
+    """The request is not HTTP, or not safe to read as HTTP. The connection is closed."""
 
 
 class RequestHeadTooLargeError(InvalidRequestError):
@@ -97,7 +97,7 @@ class TransferCodingError(InvalidRequestError):
 
 @dataclass(frozen=True, slots=True)
 class ErrorReply:
-    """A status, a body as JSON, and headers besides content type and length."""
+    """A status, a JSON body, and headers besides content type and length."""
 
     status: int
     body: bytes
@@ -105,7 +105,7 @@ class ErrorReply:
 
 
 def reply_for(error: BaseException) -> ErrorReply:
-    """The reply for any exception. An unexpected one tells nothing of the inside: its text is for the log."""
+    """The reply to any exception. The text of an unexpected one stays in the log."""
     if not isinstance(error, TrioLLMError):
         message = "internal server error; the log of the server has the cause"
         return _reply(500, message, "server_error", None, [(b"x-should-retry", b"false")])
@@ -116,15 +116,15 @@ def reply_for(error: BaseException) -> ErrorReply:
     if retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, math.ceil(retry_after_s))))
     if error.status >= 500 and not error.can_retry:
-        # Clients repeat any 5xx unless they are told not to.
+        # Without this header clients repeat any 5xx.
         headers.append((b"x-should-retry", b"false"))
     return _reply(error.status, str(error), error.kind, error.param, headers)
 
 
 def only_error(error: BaseException) -> BaseException:
-    """The exception inside groups of one; of a larger group the most telling one: ours before any other.
+    """The exception inside groups of one; of a larger group, one of ours if there is any, else the first.
 
-    Groups must not contain `trio.Cancelled`: whoever catches one passes it on.
+    The groups must not contain `trio.Cancelled`: code that catches a cancellation re-raises it.
     """
     while isinstance(error, BaseExceptionGroup):
         members = error.exceptions

@@ -1,15 +1,17 @@
 """Http1Protocol: Hypercorn's HTTP/1.1 state machine, with a reader that never waits and refusals that say why.
 
-Used by connections.py, one for each connection. What Hypercorn's `H11Protocol` does, and what this does instead:
+Used by `connections`, one per connection. What Hypercorn's `H11Protocol` does, and what this does instead:
 
 - While a request is answered and more bytes wait behind it, it puts the connection's only reader to sleep, which then
-  cannot see the client leave. Here the bytes stay where they are; `has_next` tells the reader to come back.
-- It sends `100 Continue` to every client that asks. Here those with too large a body wait for their 413.
-- It answers malformed requests without a body, reads one with two lengths, and any number of headers. See `_refusal`.
-- It takes a blank line between requests for a malformed one (RFC 9112, 2.2), and the absolute form of a target for a
-  path (3.2.2).
-- It switches to HTTP/2 and to WebSockets. Nothing here speaks either: an offer to upgrade is ignored, as RFC 9110, 7.8
+  cannot see the client leave. Here the bytes stay where they are; `has_next` says when the reader has to come back.
+- It sends `100 Continue` to every client that asks. Here a client with too large a body gets its 413 at once.
+- Its reply to a malformed request has no body, and it accepts a request with two lengths or with any number of
+  headers. See `_refusal`.
+- It takes a blank line between requests for a malformed request (RFC 9112, 2.2), and the absolute form of a target for
+  a path (3.2.2).
+- It switches to HTTP/2 and to WebSockets. Neither is served here: an offer to upgrade is ignored, as RFC 9110, 7.8
   allows, and the first bytes of HTTP/2 get a GOAWAY that asks for HTTP/1.1.
+- Its responses get a date that is formatted anew each time, and each piece of a stream goes through h11.
 """
 
 from __future__ import annotations
@@ -48,12 +50,12 @@ __all__ = ["HYPERCORN_VERSION", "Http1Config", "Http1Protocol", "check_hypercorn
 HYPERCORN_VERSION: Final = "0.18.0"
 MAX_HEADERS: Final = 100
 MAX_HEAD_BYTES: Final = 16 * 1024
-"""About; separators count as four bytes a line."""
+"""Approximate: separators count as four bytes per line."""
 MAX_BYTES_BEHIND: Final = 1024 * 1024
-"""Of pipelined requests, so much is kept while an earlier one is answered. Beyond it, that answer is the last.
+"""How much of pipelined requests is kept while an earlier request is answered. Beyond it, that answer is the last.
 
-Many times what can be received between the last byte of an answer and the turn of the task that sent it: a client
-may be that quick with its next request."""
+Many times what can arrive between the last byte of an answer and the next turn of the task that sent it: a client may
+be that quick with its next request."""
 
 _ERRORS: Final = {431: RequestHeadTooLargeError, 501: TransferCodingError}
 
@@ -66,7 +68,7 @@ _HTTP_2_GOAWAY: Final = (
 
 
 def check_hypercorn(found: str) -> None:
-    """Make sure that this is the Hypercorn whose insides are known here.
+    """Make sure that this is the version of Hypercorn whose internals this module builds on.
 
     Raises:
         ImportError: it is another one.
@@ -111,7 +113,7 @@ class Http1Config(Config):  # type: ignore[misc]  # hypercorn is not followed: s
 
 
 class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not followed: see pyproject.toml
-    """The protocol of one connection. `handle`, `resume` and the end of an answer are all that moves it.
+    """The protocol of one connection, driven by `handle`, `resume` and the end of each answer.
 
     Args:
         addresses: host and port of the client, then of the server.
@@ -150,14 +152,14 @@ class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not foll
         return self._num_behind > 0 or self.connection.their_state not in done or bool(self.connection.trailing_data[0])
 
     async def handle(self, event: object) -> None:
-        """Take bytes that have arrived, or that the connection is closed. From one task only, but for the latter."""
+        """Take bytes that have arrived (from one task only), or that the connection is closed (from any task)."""
         if not isinstance(event, RawData):
             await super().handle(event)
         elif self._keep(event.data):
             await self._handle_events()
 
     async def resume(self) -> None:
-        """Go on with the bytes that are here. From the task that calls `handle`."""
+        """Go on with the bytes that are here. Call it from the task that calls `handle`."""
         await self._handle_events()
 
     async def stream_send(self, event: object) -> None:
@@ -172,7 +174,7 @@ class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not foll
         await super().stream_send(event)
 
     def _keep(self, data: bytes) -> bool:
-        """Put bytes into h11's buffer, if they are wanted."""
+        """Put bytes into h11's buffer. Returns whether they are wanted."""
         connection = self.connection
         if connection.their_state is h11.IDLE and not connection.trailing_data[0]:
             data = data.lstrip(b"\r\n")
@@ -198,8 +200,8 @@ class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not foll
             elif isinstance(event, h11.Data):
                 await self.stream.handle(Body(stream_id=STREAM_ID, data=event.data))
             elif isinstance(event, h11.EndOfMessage):
-                # Nothing behind it is looked at before the answer has ended: h11 would call it an error of this
-                # request if it is the connection's last.
+                # What is behind it waits until the answer has ended: h11 would call it an error of this request if it
+                # is the connection's last.
                 await self.stream.handle(EndBody(stream_id=STREAM_ID))
                 return
             else:  # NEED_DATA, PAUSED
@@ -274,7 +276,7 @@ class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not foll
         self._num_behind = 0
         self.connection.start_next_cycle()
         if behind.startswith((b"\r", b"\n")):
-            # h11 takes nothing back: blank lines have to be kept from a new one.
+            # Bytes cannot be taken back from h11, so a new h11 gets them without the blank lines.
             self.connection = h11.Connection(h11.SERVER, MAX_HEAD_BYTES)
             if behind := behind.lstrip(b"\r\n"):
                 self.connection.receive_data(behind)
@@ -282,7 +284,7 @@ class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not foll
 
 
 def _refusal(request: h11.Request) -> InvalidRequestError | None:
-    """What h11 lets pass and nobody here may see."""
+    """The error for a request that h11 accepts and this server does not; None: it is fine."""
     names = {name for name, _ in request.headers}
     if not request.http_version.startswith(b"1."):
         return HttpVersionError(request.http_version.decode("ascii"))
@@ -293,7 +295,7 @@ def _refusal(request: h11.Request) -> InvalidRequestError | None:
     if size > MAX_HEAD_BYTES:
         return RequestHeadTooLargeError(f"a head of {size} bytes is over the limit of {MAX_HEAD_BYTES}")
     if b"transfer-encoding" in names and b"content-length" in names:
-        # RFC 9112, 6.3: whoever stands before this server may have believed the other one.
+        # RFC 9112, 6.3: a proxy in front of this server may have believed the other length.
         return MalformedRequestError("Content-Length and Transfer-Encoding exclude each other")
     if b"transfer-encoding" in names and request.http_version == b"1.0":
         return MalformedRequestError("HTTP/1.0 has no Transfer-Encoding")
@@ -301,7 +303,7 @@ def _refusal(request: h11.Request) -> InvalidRequestError | None:
 
 
 def _origin_form(target: bytes) -> bytes:
-    """A target without scheme and authority: `/health` for `http://x/health`."""
+    """The target without scheme and authority: `/health` for `http://x/health`."""
     scheme, separator, rest = target.partition(b"://")
     if not separator or scheme.lower() not in (b"http", b"https"):
         return target

@@ -232,7 +232,7 @@ class _Exchange:
         elif _is_event_stream(self._response):
             self._final = {"type": "http.response.body", "body": error_event(reply) + DONE_EVENT}
         else:
-            # A whole body was promised: closing the connection short of it is all that tells the client.
+            # The client expects a whole body: only a connection that closes before its end shows the error.
             self._final = None
 
     async def _finish(self) -> None:

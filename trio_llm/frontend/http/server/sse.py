@@ -1,4 +1,4 @@
-"""SSE: framing of server-sent events, as bytes.
+"""Server-sent events as bytes.
 
 Pure. Used by the protocols, event streams and the shell.
 """
@@ -11,20 +11,20 @@ __all__ = ["DONE_EVENT", "EVENT_STREAM_HEADERS", "KEEP_ALIVE", "error_event", "e
 
 DONE_EVENT = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
-"""A comment: readers skip it, proxies and dead connections notice it."""
+"""A comment. Readers skip it; it keeps proxies from closing the connection and reveals a dead one."""
 
 EVENT_STREAM_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would collect events
+    "x-accel-buffering": "no",  # else nginx collects events
 }
 
 
 def event(data: bytes) -> bytes:
-    """One event. `data` holds no line break: JSON has none."""
+    """One event. `data` must not hold a line break; JSON does not."""
     return b"data: " + data + b"\n\n"
 
 
 def error_event(reply: ErrorReply) -> bytes:
-    """An error, for a stream whose status line is gone already."""
+    """An error as an event, for a stream whose status line was sent already."""
     return event(reply.body)

@@ -1,7 +1,7 @@
 """RequestTimeout: how long a client gives its request, from the header `X-Request-Timeout` or the field `timeout`.
 
-Used by the routes, by generations and by event streams. Sending is never cut short: half an event would spoil the
-error that follows it.
+Used by the routes, by generations and by event streams. The timeout does not cancel a send: half an event would spoil
+the error that follows it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DECIMAL = re.compile(r"[0-9]{1,9}(\.[0-9]{0,9})?", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class RequestTimeout:
-    """Seconds that were given, and the moment by Trio's clock at which they are over."""
+    """A duration in seconds, and the moment by Trio's clock at which it is over."""
 
     timeout_s: float = math.inf
     deadline: float = math.inf
@@ -44,7 +44,8 @@ class RequestTimeout:
             raise self.error()
 
     def check(self, now_s: float) -> None:
-        """
+        """Compare the deadline with `now_s`, by Trio's clock.
+
         Raises:
             RequestTimeoutError: the time is over.
         """
@@ -52,8 +53,9 @@ class RequestTimeout:
             raise self.error()
 
     def error(self) -> RequestTimeoutError:
+        """The error for a request whose time is over."""
         return RequestTimeoutError(
-            f"the request was not finished within {self.timeout_s:g} seconds, the time that it was given"
+            f"the request was not finished within {self.timeout_s:g} seconds, its timeout; raise it, or ask for less"
         )
 
 
@@ -61,7 +63,7 @@ NO_TIMEOUT = RequestTimeout()
 
 
 def timeout_of(header: str | None, field: float | None, began_s: float) -> RequestTimeout:
-    """The timeout that a request asks for, counted from `began_s`. The header goes before the field.
+    """The timeout that a request asks for, counted from `began_s`. The header takes precedence over the field.
 
     Raises:
         InvalidRequestError: it is not above 0 and at most a day.

@@ -1,0 +1,204 @@
+"""EngineControl: the calls that change running engines, one after the other.
+
+One task makes the calls, in the nursery of `open_llm`, so that a caller who leaves does not leave an engine between two
+states. Used by `AsyncLLM`, through `ControlCalls`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final
+
+import msgspec
+import trio
+
+from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError, TrioLLMError, fresh
+from trio_llm.frontend.control.engine import Engine
+from trio_llm.frontend.control.state import ControlState
+from trio_llm.wire.messages import PlainValue
+
+__all__ = ["EngineControl"]
+
+logger = logging.getLogger(__name__)
+
+_Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
+
+_CHANGES_STATE: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights"})
+"""Methods that answer with the state that they leave."""
+_MAX_DEATHS: Final = 2
+"""A call that so many incarnations died of is not made again."""
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """One call, for all callers that want the same at the same time."""
+
+    method: str
+    args: tuple[PlainValue, ...]
+    num_callers: int = 0
+    has_begun: bool = False
+    done: trio.Event = field(default_factory=trio.Event)
+    answers: list[_Answer] = field(default_factory=list)
+    """One per engine."""
+    error: TrioLLMError | None = None
+
+
+class EngineControl:
+    """Makes control calls in their order, each on all engines; equal ones that wait next to each other are one call.
+
+    Args:
+        engines: at least one.
+        check_ready: raises what stands against any call, such as a model that is still loading.
+    """
+
+    def __init__(self, engines: Sequence[Engine], check_ready: Callable[[], None]) -> None:
+        self._engines = engines
+        self._check_ready = check_ready
+        self._jobs: deque[_Job] = deque()
+        """Not over, in order; the first may have begun."""
+        self._waiting_for_jobs = trio.lowlevel.ParkingLot()
+        self._is_over = False
+
+    @property
+    def state(self) -> ControlState:
+        """What control calls have made of the engines. If a call has reached some of them only: of one that is held."""
+        states = [engine.control_state for engine in self._engines]
+        return next((state for state in states if state.is_held), states[0])
+
+    def check_awake(self) -> None:
+        """Raises:
+        EngineUnavailableError: an engine sleeps.
+        """
+        state = self.state
+        if state.is_asleep:
+            raise EngineUnavailableError(f"the engine sleeps (level {state.sleep_level}); wake it up")
+
+    async def run(self) -> None:
+        """Make the calls. Returns never.
+
+        Cancellation: all callers that wait get EngineDeadError.
+        """
+        try:
+            while True:
+                while not self._jobs:
+                    await self._waiting_for_jobs.park()
+                job = self._jobs[0]
+                if job.num_callers:
+                    job.has_begun = True
+                    await self._make(job)
+                self._jobs.popleft()
+                job.done.set()
+        finally:
+            self._is_over = True
+            for job in self._jobs:
+                if job.error is None:
+                    job.error = _make_closed_error()
+                job.done.set()
+            self._jobs.clear()
+
+    async def _make(self, job: _Job) -> None:
+        try:
+            job.answers = await self._call_each(job.method, *job.args, max_deaths=_MAX_DEATHS)
+            if job.method in _CHANGES_STATE:
+                self._keep_states(job.answers)
+                logger.info("%s: the engine is %s", job.method, self.state.describe())
+        except TrioLLMError as error:
+            job.error = error
+            # Half of what was asked for may be done.
+            if job.method in _CHANGES_STATE and not isinstance(error, EngineDeadError):
+                with suppress(TrioLLMError):  # the next caller gets the error
+                    self._keep_states(await self._call_each("control_state"))
+
+    def _keep_states(self, answers: Sequence[_Answer]) -> None:
+        for engine, answer in zip(self._engines, answers, strict=True):
+            engine.control_state = _read(answer)
+
+    async def _call_each(self, method: str, *args: PlainValue, max_deaths: int | None = None) -> list[_Answer]:
+        """Call a method of every engine, all at the same time. Returns the answers by the engine's index.
+
+        Cancellation: as `UtilityCalls.call`.
+
+        Raises:
+            TrioLLMError: as `UtilityCalls.call`; the first engine's error if several fail. All have answered or failed.
+        """
+        results: dict[int, _Answer | TrioLLMError] = {}
+
+        async def call(engine: Engine) -> None:
+            engine.num_control_calls += 1
+            try:
+                results[engine.index] = await engine.utilities.call(method, *args, max_deaths=max_deaths)
+            except TrioLLMError as error:
+                results[engine.index] = error
+            finally:
+                engine.num_control_calls -= 1
+
+        first, *others = self._engines
+        if others:
+            async with trio.open_nursery() as nursery:
+                for engine in self._engines:
+                    nursery.start_soon(call, engine)
+        else:
+            await call(first)
+        answers: list[_Answer] = []
+        for engine in self._engines:
+            result = results[engine.index]
+            if isinstance(result, TrioLLMError):
+                raise result
+            answers.append(result)
+        return answers
+
+    async def call(self, method: str, *args: PlainValue) -> list[_Answer]:
+        """Have a call made when those before it are over, and wait for its answers, one per engine.
+
+        Cancellation: a call that has not begun, and that no other caller waits for, is not made. One that has begun is
+        carried out by the engines all the same, and what it changes is known here.
+
+        Raises: as `UtilityCalls.call`, and EngineUnavailableError while the model loads.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
+        self._check_ready()
+        if self._is_over:
+            raise _make_closed_error()
+        job = self._jobs[-1] if self._jobs else None
+        if job is None or job.has_begun or (job.method, job.args) != (method, args):
+            job = _Job(method, args)
+            self._jobs.append(job)
+            self._waiting_for_jobs.unpark()
+        job.num_callers += 1
+        try:
+            await job.done.wait()
+        finally:
+            job.num_callers -= 1
+        if job.error is not None:
+            raise fresh(job.error)
+        return job.answers
+
+    async def ask(self, method: str, *args: PlainValue) -> list[_Answer]:
+        """As `call`, for a method that changes nothing: it does not wait for the calls before it.
+
+        Cancellation: the answers are dropped.
+        """
+        self._check_ready()
+        return [await engine.utilities.call(method, *args) for engine in self._engines]
+
+    async def fetch_state(self) -> ControlState:
+        """What the first engine says of itself now. Cancellation: safe. Raises: as `call`.
+
+        Not kept: by the time that this task gets its turn, a call may have changed it.
+        """
+        return _read((await self.ask("control_state"))[0])
+
+
+def _read(answer: _Answer) -> ControlState:
+    try:
+        return msgspec.convert(answer, ControlState)
+    except msgspec.ValidationError as error:
+        raise EngineGenerateError(f"the engine described its state in a form that cannot be read: {error}") from error
+
+
+def _make_closed_error() -> EngineDeadError:
+    return EngineDeadError("the block of open_llm() was left, and the engine with it")
