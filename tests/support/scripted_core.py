@@ -1,4 +1,4 @@
-"""A core client without an engine: a test says what the engine says, and sees what it is told."""
+"""A core client without an engine: a test says what the engine says, and sees what it is sent."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class ScriptedCore:
         self.sent: list[ToEngine] = []
         self.kill_reason: str | None = None
         self._send, self._receive = trio.open_memory_channel[list[FromEngine]](math.inf)
+
+    @property
+    def is_dead(self) -> bool:
+        return self.kill_reason is not None
 
     def can_run(self, *, has_begun: bool) -> bool:
         return True

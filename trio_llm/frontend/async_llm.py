@@ -84,7 +84,7 @@ class AsyncLLM(ControlCalls, LibraryCalls):
         self.config = config
         self._keep_alive = keep_alive_on_engine_death
         self._engines = [Engine(index, core, config) for index, core in enumerate(cores)]
-        self._totals = Totals()
+        self._totals = Totals(num_engines=len(cores))
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], num_engines=len(cores))
         limits = AdmissionLimits(
             max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens

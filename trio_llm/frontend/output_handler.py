@@ -115,6 +115,7 @@ class OutputHandler:
             if num_rows >= _SLICE_ROWS:
                 num_rows = 0
                 await trio.lowlevel.checkpoint()
+                processor.weight_version = weight_version  # rows of another engine may have been read meanwhile
         self._slice_rows = num_rows
         if latencies_s:
             self._engine_recorder.tokens_of_message(num_tokens, latencies_s)

@@ -44,7 +44,7 @@ def other(kind: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def an_engine(folder: Path, **settings: Any) -> Engine:
-    return Engine(EngineCore(load(folder), EngineConfig(model=str(folder), **settings), epoch=1))
+    return Engine(EngineCore(load(folder), EngineConfig(model=str(folder), **settings), epoch=1, clock=lambda: 0.0))
 
 
 def requests(prefix: str = "", **fields: Any) -> list[EngineCoreRequest]:

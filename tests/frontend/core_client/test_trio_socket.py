@@ -77,16 +77,16 @@ async def test_messages_arrive_in_order(pipe: Pair) -> None:
     assert received == [[b"%d" % number, b"x"] for number in range(100)]
 
 
-async def test_recv_many_takes_what_is_there_up_to_its_limit(pipe: Pair) -> None:
+async def test_recv_frames_takes_what_is_there_up_to_its_limit(pipe: Pair) -> None:
     with trio.fail_after(LIMIT_S):
         for number in range(300):
             await pipe.right.send_multipart([b"%d" % number])
-        batches: list[list[list[bytes]]] = []
+        batches: list[list[bytes]] = []
         while sum(len(batch) for batch in batches) < 300:
-            batches.append(await pipe.left.recv_many(limit=100))
+            batches.append(await pipe.left.recv_frames(limit=100))
 
     assert max(len(batch) for batch in batches) <= 100
-    assert [m for batch in batches for m in batch] == [[b"%d" % n] for n in range(300)]
+    assert [frame for batch in batches for frame in batch] == [b"%d" % n for n in range(300)]
 
 
 async def test_a_blocked_sender_goes_on_when_there_is_room(narrow_pipe: Pair) -> None:
@@ -94,14 +94,14 @@ async def test_a_blocked_sender_goes_on_when_there_is_room(narrow_pipe: Pair) ->
         for number in range(500):
             await narrow_pipe.right.send_multipart([b"%d" % number])
 
-    received: list[list[bytes]] = []
+    received: list[bytes] = []
     with trio.fail_after(LIMIT_S):
         async with trio.open_nursery() as nursery:
             nursery.start_soon(send)
             while len(received) < 500:
-                received.extend(await narrow_pipe.left.recv_many())
+                received.extend(await narrow_pipe.left.recv_frames())
 
-    assert received == [[b"%d" % n] for n in range(500)]
+    assert received == [b"%d" % n for n in range(500)]
 
 
 async def test_two_tasks_that_send_and_receive_on_one_socket_never_miss_a_wake_up(dealers: Pair) -> None:
@@ -111,8 +111,8 @@ async def test_two_tasks_that_send_and_receive_on_one_socket_never_miss_a_wake_u
 
     async def echo() -> None:
         while True:
-            for message in await dealers.right.recv_many():
-                await dealers.right.send_multipart(message)
+            for frame in await dealers.right.recv_frames():
+                await dealers.right.send_multipart([frame])
 
     async def send() -> None:
         for start in range(0, total, burst):
@@ -125,7 +125,7 @@ async def test_two_tasks_that_send_and_receive_on_one_socket_never_miss_a_wake_u
             nursery.start_soon(echo)
             nursery.start_soon(send)
             while len(echoed) < total:
-                echoed.extend(message[0] for message in await dealers.left.recv_many())
+                echoed.extend(await dealers.left.recv_frames())
             nursery.cancel_scope.cancel()
 
     assert echoed == [b"%d" % n for n in range(total)]
@@ -200,6 +200,38 @@ async def test_closing_wakes_everybody_who_waits(pipe: Pair) -> None:
     with pytest.raises(trio.ClosedResourceError):
         await pipe.left.recv_multipart()
     pipe.left.close()
+
+
+async def test_an_interrupt_ends_the_waiting_of_all_who_take_frames_and_loses_none(pipe: Pair) -> None:
+    taken: list[list[bytes]] = []
+
+    async def read() -> None:
+        taken.append(await pipe.left.recv_frames())
+
+    with trio.fail_after(LIMIT_S):
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(read)
+            await wait_all_tasks_blocked()
+            pipe.left.interrupt()
+        assert taken == [[], [], []]
+
+        await pipe.right.send_multipart([b"later"])
+        assert await pipe.left.recv_frames() == [b"later"]
+
+
+async def test_an_interrupt_is_no_matter_for_who_wants_a_whole_message(pipe: Pair) -> None:
+    with trio.fail_after(LIMIT_S):
+        async with trio.open_nursery() as nursery:
+
+            async def read() -> None:
+                assert await pipe.left.recv_multipart() == [b"a", b"b"]
+
+            nursery.start_soon(read)
+            await wait_all_tasks_blocked()
+            pipe.left.interrupt()
+            await wait_all_tasks_blocked()
+            await pipe.right.send_multipart([b"a", b"b"])
 
 
 async def test_a_mandatory_router_tells_of_an_unknown_peer(folder: Path) -> None:

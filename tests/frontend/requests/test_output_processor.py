@@ -14,6 +14,7 @@ from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputGap, OutputProcessor, ProcessedRow
 from trio_llm.frontend.text.detokenizer import TokenTable
 from trio_llm.outputs import RequestOutput
+from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import EngineCoreOutput, EngineCoreRequest, LogprobRow
 
@@ -224,6 +225,112 @@ def test_missing_logprobs_fail_the_request() -> None:
     assert isinstance(processed.error, EngineGenerateError)
 
 
+def entries(count: int) -> list[LogprobRow]:
+    return [LogprobRow([97, 1], [-0.5, -1.0], 1) for _ in range(count)]
+
+
+MISFITS: dict[str, tuple[dict[str, Any], EngineCoreOutput, str]] = {
+    "more log-probabilities than tokens": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], entries(2)),
+        "for 2 of 1 tokens",
+    ),
+    "fewer": ({"logprobs": 1}, EngineCoreOutput("x-1", 0, [97, 98], entries(1)), "for 1 of 2 tokens"),
+    "log-probabilities without tokens": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [], entries(1), finish_reason="length"),
+        "for 1 of 0 tokens",
+    ),
+    "an entry with fewer numbers than ids": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], [LogprobRow([97, 1], [-0.5], 1)]),
+        "1 log-probabilities for 2 token ids",
+    ),
+    "an entry without a token": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], [LogprobRow([], [], 1)]),
+        "0 log-probabilities for 0 token ids",
+    ),
+    "more of the prompt than it has": (
+        {"prompt_logprobs": 0},
+        EngineCoreOutput("x-1", 0, [], prompt_logprobs=entries(3), prompt_logprobs_start=1),
+        "prompt tokens 1 to 4, but the prompt has 3",
+    ),
+    "of the prompt before its begin": (
+        {"prompt_logprobs": 0},
+        EngineCoreOutput("x-1", 0, [], prompt_logprobs=entries(1), prompt_logprobs_start=-1),
+        "prompt tokens -1 to 0",
+    ),
+    "of the prompt beside tokens": (
+        {"prompt_logprobs": 0},
+        EngineCoreOutput("x-1", 0, [97], prompt_logprobs=entries(2), prompt_logprobs_start=1),
+        "together with tokens",
+    ),
+    "of the prompt beside the end": (
+        {"prompt_logprobs": 0},
+        EngineCoreOutput("x-1", 0, [], prompt_logprobs=entries(2), prompt_logprobs_start=1, finish_reason="length"),
+        "together with tokens or an end",
+    ),
+    "too few of the prompt before the first token": (
+        {"prompt_logprobs": 0},
+        EngineCoreOutput("x-1", 0, [97]),
+        "for 1 of 3 prompt tokens",
+    ),
+    "a start before the first token": ({}, EngineCoreOutput("x-1", -1, [97]), "starts at -1"),
+    "an answer's end in a request that is no session": (
+        {},
+        EngineCoreOutput("x-1", 0, [97], finish_reason="length", goes_on=True),
+        "no session",
+    ),
+    "tokens for a vector": (
+        {"pooling": True},
+        EngineCoreOutput("x-1", 0, [97]),
+        "1 tokens to a request for a vector",
+    ),
+    "a vector that is cut": (
+        {"pooling": True},
+        EngineCoreOutput("x-1", 0, [], finish_reason="stop", pooled=b"123"),
+        "without a vector",
+    ),
+}
+
+
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_a_row_whose_parts_do_not_fit_is_its_requests_error(misfit: str) -> None:
+    fields, row, text = MISFITS[misfit]
+    pooling = PoolingParams() if fields.get("pooling") else None
+    processor = OutputProcessor(TABLE)
+    own = {name: value for name, value in fields.items() if name != "pooling"}
+    params = SamplingParams(max_tokens=9, seed=1, **own)
+    state = processor.make_state(EngineCoreRequest("x-1", [104, 105, 106], params, pooling_params=pooling), "x")
+    state.mark_sent()
+
+    processed = processor.process(state, row)
+
+    assert processed is not None
+    assert isinstance(processed.error, EngineGenerateError)
+    assert text in str(processed.error)
+    is_over = row.finish_reason is not None and not row.goes_on
+    assert (processed.is_gone, processed.must_abort) == (is_over, not is_over)
+    assert state.status is (RequestStatus.GONE if is_over else RequestStatus.ABORTING)
+
+
+@pytest.mark.parametrize("fields", [{}, {"finish_reason": "length", "goes_on": True}], ids=["tokens", "another end"])
+def test_tokens_for_a_session_that_waits_for_its_input_are_its_error(fields: dict[str, Any]) -> None:
+    processor = OutputProcessor(TABLE)
+    params = SamplingParams(max_tokens=9, seed=1)
+    state = processor.make_state(EngineCoreRequest("x-1", [], params, resumable=True), "x")
+    processor.begin_answer(state, EngineCoreRequest("x-1", [104], params), [104], num_input_tokens=1)
+    state.mark_sent()
+    processor.process(state, EngineCoreOutput("x-1", 0, [97], finish_reason="length", goes_on=True))
+
+    processed = processor.process(state, EngineCoreOutput("x-1", 1, [98], **fields))
+
+    assert processed is not None
+    assert "waits for its next input" in str(processed.error)
+    assert processed.must_abort
+
+
 def test_an_error_row_is_the_requests_error() -> None:
     processed = Case().row([], finish_reason="error", error="NaN in the logits")
 
@@ -328,7 +435,7 @@ def test_nearly_every_row_goes_the_short_way() -> None:
     assert [way is not None for way in ways] == [False, True, True, True, True]
 
 
-@pytest.mark.parametrize("why", ["aborting", "a gap", "a repeat", "idle", "suspected"])
+@pytest.mark.parametrize("why", ["aborting", "a gap", "a repeat", "idle", "suspected", "nothing new"])
 def test_a_row_that_is_not_quite_usual_goes_the_long_way(why: str) -> None:
     case = Case()
     case.row([97])
@@ -345,5 +452,6 @@ def test_a_row_that_is_not_quite_usual_goes_the_long_way(why: str) -> None:
         case "suspected":
             case.state.num_deaths = 1
 
-    assert case.processor.process_delta(case.state, EngineCoreOutput("x-1", start, [97])) is None
+    token_ids = [] if why == "nothing new" else [97]
+    assert case.processor.process_delta(case.state, EngineCoreOutput("x-1", start, token_ids)) is None
     assert case.state.num_tokens == 1

@@ -107,6 +107,11 @@ class Engine:
         await self._settled.wait()
 
     @property
+    def is_dead(self) -> bool:
+        """No other incarnation follows the last one."""
+        return self.monitor.dead_error is not None
+
+    @property
     def num_expected(self) -> int:
         """Requests that the engine owes an answer and may work for."""
         return 0 if self.control_state.is_held else self.count_unanswered()
@@ -163,14 +168,14 @@ class Engine:
 
     def die(self, error: EngineDeadError) -> None:
         """The last incarnation is dead. Does nothing if that is known."""
-        if self.monitor.dead_error is None:
+        if not self.is_dead:
             if self.monitor.is_ready:
                 logger.error("engine %d is dead: %s", self.index, error)
             self._end(error)
 
     def close(self, error: EngineDeadError) -> None:
         """As `die`, for an engine that its owner stops: nothing is logged."""
-        if self.monitor.dead_error is None:
+        if not self.is_dead:
             self._end(error)
 
     def _is_complete(self, step: int) -> bool:

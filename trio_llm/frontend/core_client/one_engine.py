@@ -82,7 +82,6 @@ class OneEngineClient:
         self._has_last_words = trio.Event()
         self._kill_reason: str | None = None
         self._process: EngineProcess | None = None
-        self._receive_scope = trio.CancelScope()
 
     @property
     def pid(self) -> int | None:
@@ -116,7 +115,7 @@ class OneEngineClient:
                     nursery.start_soon(self._kill_after_last_words)
                     await process.wait_exit()
                     self._is_exited = True
-                    self._receive_scope.cancel()
+                    self._from_engine.interrupt()
                     # The tasks go on: what the engine printed last is still in the pipe.
             finally:
                 await process.stop(grace_s=_STOP_GRACE_S)
@@ -128,14 +127,12 @@ class OneEngineClient:
 
     async def receive(self) -> list[FromEngine]:
         while True:
-            messages = self._decode(await self._receive_frames())
-            wanted = [message for message in messages if message.epoch == self._epoch]
-            for message in wanted:
-                if isinstance(message, EngineDead):
-                    self._last_words = message.reason
-                    self._has_last_words.set()
-            if wanted:
-                return wanted
+            try:
+                frames = await (self._receive_tail() if self._is_exited else self._from_engine.recv_frames())
+            except trio.ClosedResourceError:
+                raise EngineDeadError(self._kill_reason or "the engine was stopped") from None
+            if messages := self._decode(frames):
+                return messages
 
     def kill(self, reason: str, *, for_good: bool = False) -> None:
         if self._kill_reason is None:
@@ -143,33 +140,39 @@ class OneEngineClient:
         if self._process is not None:
             self._process.kill()
 
-    def _decode(self, frames: list[list[bytes]]) -> list[FromEngine]:
+    async def _receive_tail(self) -> list[bytes]:
+        """What the engine sent before it ended, as long as something comes.
+
+        Raises:
+            EngineDeadError: all of it was taken.
+        """
+        with trio.move_on_after(_TAIL_S):
+            return await self._from_engine.recv_frames()
+        assert self._process is not None
+        raise EngineDeadError(self._kill_reason or self._last_words or self._process.exit_description)
+
+    def _decode(self, frames: list[bytes]) -> list[FromEngine]:
+        """The messages of this incarnation; those of others are dropped."""
         messages: list[FromEngine] = []
+        if frames and not self._has_output_peer.is_set():
+            self._has_output_peer.set()
         for frame in frames:
             if self._is_garbled:
                 break
             try:
-                messages.append(decode_from_engine(frame[-1]))
+                message = decode_from_engine(frame)
             except CodecError as error:
                 # On this side a token may be missing: nothing that follows can be trusted.
                 self._is_garbled = True
                 self.kill(f"the engine sent a {error}")
+                break
+            if message.epoch != self._epoch or message.engine_index != _INDEX:
+                continue
+            if isinstance(message, EngineDead):
+                self._last_words = message.reason
+                self._has_last_words.set()
+            messages.append(message)
         return messages
-
-    async def _receive_frames(self) -> list[list[bytes]]:
-        try:
-            if not self._is_exited:
-                with trio.CancelScope() as self._receive_scope:
-                    frames = await self._from_engine.recv_many()
-                    self._has_output_peer.set()
-                    return frames
-            # It may have sent more before it ended than has been read: take it, until nothing comes.
-            with trio.move_on_after(_TAIL_S):
-                return await self._from_engine.recv_many()
-        except trio.ClosedResourceError:
-            raise EngineDeadError(self._kill_reason or "the engine was stopped") from None
-        assert self._process is not None
-        raise EngineDeadError(self._kill_reason or self._last_words or self._process.exit_description)
 
     async def _kill_after_last_words(self) -> None:
         await self._has_last_words.wait()

@@ -6,7 +6,7 @@ which `tests/frontend/core_client/test_trio_socket.py` puts under load and takes
 
 * wait only after `EVENTS` said "not ready", with no checkpoint and no other look between the two;
 * one task, the leader, waits on the descriptor; the others are parked, and a leader that goes passes the lead on;
-* after every operation look at `EVENTS` again, and whoever looks, for whatever reason, wakes all for whom it is ready.
+* after every operation look at `EVENTS` again. Each look, for whatever reason, wakes all tasks for which it is ready.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from trio.lowlevel import ParkingLot
 __all__ = ["TrioSocket"]
 
 _T = TypeVar("_T")
-_DIRECTIONS: Final = (zmq.PollEvent.POLLIN, zmq.PollEvent.POLLOUT)
+
+# Plain integers: an operation on members of an enum costs more than the zmq call beside it.
+_IN: Final = int(zmq.POLLIN)
+_OUT: Final = int(zmq.POLLOUT)
+_EVENTS: Final = int(zmq.EVENTS)
+_NOBLOCK: Final = int(zmq.NOBLOCK)
+
 _UNREACHABLE_RETRY_S: Final = 0.01
 
 
@@ -35,9 +41,12 @@ class TrioSocket:
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
         self._fd: int = socket.getsockopt(zmq.FD)  # type: ignore[assignment]
-        self._parked = {direction: ParkingLot() for direction in _DIRECTIONS}
-        self._leads_for: zmq.PollEvent | None = None
-        """The direction the leader waits for; None: nobody waits on the descriptor."""
+        self._parked = {_IN: ParkingLot(), _OUT: ParkingLot()}
+        self._num_waiting = 0
+        """Tasks that lead or are parked. While there are none, a look has no task to wake."""
+        self._leads_for: int | None = None
+        """The direction the leader waits for; None: no task waits on the descriptor."""
+        self._num_interrupts = 0
 
     async def send_multipart(self, parts: list[bytes]) -> None:
         """Send one message, waiting while the socket cannot take it.
@@ -48,7 +57,25 @@ class TrioSocket:
             trio.ClosedResourceError: the socket was closed.
             zmq.ZMQError: as zmq says, EHOSTUNREACH for an unknown peer of a mandatory ROUTER among others.
         """
-        await self._operate(zmq.PollEvent.POLLOUT, lambda: self._socket.send_multipart(parts, zmq.NOBLOCK))
+        await trio.lowlevel.checkpoint_if_cancelled()
+        has_yielded = False
+        while True:
+            self._check_open()
+            try:
+                self._socket.send_multipart(parts, _NOBLOCK)
+            except zmq.Again:
+                has_yielded = True
+                if self._look() & _OUT:
+                    # A ROUTER is ready when any peer is, but this one's peer is not: nothing tells when it will be.
+                    await trio.sleep(_UNREACHABLE_RETRY_S)
+                else:
+                    await self._wait(_OUT)
+                continue
+            break
+        if self._num_waiting:
+            self._look()
+        if not has_yielded:
+            await trio.lowlevel.cancel_shielded_checkpoint()
 
     async def recv_multipart(self) -> list[bytes]:
         """Take one message, waiting for it.
@@ -58,89 +85,93 @@ class TrioSocket:
         Raises:
             trio.ClosedResourceError: the socket was closed.
         """
-        return await self._operate(zmq.PollEvent.POLLIN, lambda: self._socket.recv_multipart(zmq.NOBLOCK))
+        messages: list[list[bytes]] = []
+        while not messages:  # interrupts are for `recv_frames`
+            messages = await self._receive(lambda: self._socket.recv_multipart(_NOBLOCK), 1)
+        return messages[0]
 
-    async def recv_many(self, limit: int = 256) -> list[list[bytes]]:
-        """Take all messages that are there, `limit` at most, waiting for the first.
+    async def recv_frames(self, limit: int = 256) -> list[bytes]:
+        """Take all frames that are there, `limit` at most, waiting for the first. For messages of one frame each.
 
         One schedule point for all of them. Cancellation and errors as `recv_multipart`.
+
+        Returns:
+            At least one; none if `interrupt` was called meanwhile.
         """
-        return await self._operate(zmq.PollEvent.POLLIN, lambda: self._take(limit))
+        return await self._receive(lambda: self._socket.recv(_NOBLOCK), limit)
+
+    def interrupt(self) -> None:
+        """Let `recv_frames` return with what there is, in all tasks that wait in it now. Synchronous."""
+        self._num_interrupts += 1
+        if self._leads_for is not None:
+            trio.lowlevel.notify_closing(self._fd)
+        self._parked[_IN].unpark_all()
 
     def close(self) -> None:
         """Close the socket, dropping what is unsent. Waiting tasks get `trio.ClosedResourceError`. Idempotent."""
         if self._socket.closed:
             return
-        # Before the descriptor's number can be given to somebody else.
+        # Before another descriptor can get the same number.
         trio.lowlevel.notify_closing(self._fd)
         self._socket.close(linger=0)
         for lot in self._parked.values():
             lot.unpark_all()
 
-    def _take(self, limit: int) -> list[list[bytes]]:
-        messages = [self._socket.recv_multipart(zmq.NOBLOCK)]
-        try:
-            while len(messages) < limit:
-                messages.append(self._socket.recv_multipart(zmq.NOBLOCK))
-        except zmq.Again:
-            pass
-        return messages
-
-    async def _operate(self, direction: zmq.PollEvent, operation: Callable[[], _T]) -> _T:
+    async def _receive(self, take: Callable[[], _T], limit: int) -> list[_T]:
         await trio.lowlevel.checkpoint_if_cancelled()
         has_yielded = False
+        num_interrupts = self._num_interrupts
         while True:
             self._check_open()
-            try:
-                result = operation()
-            except zmq.Again:
-                has_yielded = True
-                if not self._look() & direction:
-                    await self._wait_until_ready(direction)
-                elif direction is zmq.PollEvent.POLLOUT:
-                    # A ROUTER is ready when any peer is, but this one's peer is not: nothing tells when it will be.
-                    await trio.sleep(_UNREACHABLE_RETRY_S)
-                else:
-                    await trio.lowlevel.checkpoint()  # a message came between the two looks
-                continue
-            if self._leads_for is not None or any(self._parked.values()):
-                self._look()
-            if not has_yielded:
-                await trio.lowlevel.cancel_shielded_checkpoint()
-            return result
+            taken: list[_T] = []
+            # The last look of this loop is the one that rules 1 and 3 ask for.
+            while self._look() & _IN and len(taken) < limit:
+                taken.append(take())
+            if taken or num_interrupts != self._num_interrupts:
+                break
+            has_yielded = True
+            await self._wait(_IN)
+        if not has_yielded:
+            await trio.lowlevel.cancel_shielded_checkpoint()
+        return taken
 
-    async def _wait_until_ready(self, direction: zmq.PollEvent) -> None:
-        while not self._look() & direction:
+    async def _wait(self, direction: int) -> None:
+        """Wait once; the caller looks again. To be called right after a look that was not ready for `direction`."""
+        self._num_waiting += 1
+        try:
             if self._leads_for is not None:
                 await self._parked[direction].park()
             else:
                 await self._lead(direction)
-            self._check_open()
+        finally:
+            self._num_waiting -= 1
 
-    async def _lead(self, direction: zmq.PollEvent) -> None:
-        """Wait on the descriptor once. Whoever is parked then looks again, and one of them leads on."""
+    async def _lead(self, direction: int) -> None:
+        """Wait on the descriptor once. Parked tasks then look again, and one of them leads on."""
         self._leads_for = direction
         try:
             await trio.lowlevel.wait_readable(self._fd)
         except trio.ClosedResourceError:
-            pass  # woken by `_look` or `close`; the caller looks again
+            pass  # woken by `_look`, `interrupt` or `close`; the caller looks again
         finally:
             self._leads_for = None
-            for lot in self._parked.values():
-                lot.unpark_all()
+            if self._num_waiting > 1:
+                for lot in self._parked.values():
+                    lot.unpark_all()
 
     def _look(self) -> int:
-        """What the socket is ready for: zmq.PollEvent flags.
+        """What the socket is ready for: POLLIN and POLLOUT as flags.
 
-        Whoever waits for one of them is woken: this look may have taken the signal that was to do it. One look for both
-        directions: a second one could take the signal of what came between.
+        Tasks that wait for one of them are woken: this look may have taken the signal that was to do it. One look for
+        both directions: a second one could take the signal of what came between.
         """
-        events: int = self._socket.getsockopt(zmq.EVENTS)  # type: ignore[assignment]
-        for direction in _DIRECTIONS:
-            if events & direction:
-                if self._leads_for == direction:
-                    trio.lowlevel.notify_closing(self._fd)
-                self._parked[direction].unpark()
+        events: int = self._socket.getsockopt(_EVENTS)  # type: ignore[assignment]
+        if self._num_waiting:
+            for direction, lot in self._parked.items():
+                if events & direction:
+                    if self._leads_for == direction:
+                        trio.lowlevel.notify_closing(self._fd)
+                    lot.unpark()
         return events
 
     def _check_open(self) -> None:

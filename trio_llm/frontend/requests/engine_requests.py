@@ -22,7 +22,7 @@ from trio_llm.outputs import FinishReason
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
-__all__ = ["EngineLink", "EngineRequests"]
+__all__ = ["EngineLink", "EngineRequests", "find_least_busy"]
 
 
 class EngineLink(Protocol):
@@ -36,6 +36,11 @@ class EngineLink(Protocol):
     @property
     def is_up(self) -> bool:
         """False from the death of an incarnation until the next one is ready. Nothing is sent meanwhile."""
+        ...
+
+    @property
+    def is_dead(self) -> bool:
+        """No other incarnation follows the last one."""
         ...
 
     def can_run(self, *, has_begun: bool) -> bool:
@@ -59,7 +64,7 @@ class EngineRequests:
     """
 
     def __init__(self, link: EngineLink, recorder: EngineRecorder, in_flight: Mapping[str, InFlightRequest]) -> None:
-        self._link = link
+        self.link = link
         self._in_flight = in_flight
         self._resumption = Resumption[RequestState]()
         self.recorder = recorder
@@ -68,7 +73,13 @@ class EngineRequests:
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         """This engine's unfinished requests, in order of arrival."""
-        return (request for request in self._in_flight.values() if request.engine_index == self._link.index)
+        return (request for request in self._in_flight.values() if request.engine_index == self.link.index)
+
+    @property
+    def num_expected(self) -> int:
+        """Requests that the engine has and owes an answer."""
+        owed = RequestStatus.SENT, RequestStatus.ABORTING
+        return sum(request.state.status in owed for request in self)
 
     def send(self, request: InFlightRequest, message: EngineCoreRequest | Continue) -> None:
         """Send a request, or let it wait for the next incarnation if there is none now.
@@ -77,8 +88,8 @@ class EngineRequests:
             CodecError: it has no form on the wire.
         """
         state = request.state
-        if self._link.is_up:
-            self._link.send_nowait(message)
+        if self.link.is_up:
+            self.link.send_nowait(message)
             state.mark_sent()
             return
         encode(message)  # the caller gets the error now; `on_ready` sends it
@@ -138,7 +149,7 @@ class EngineRequests:
     def abort(self, request_ids: list[str]) -> None:
         """Let the engine forget requests that it has."""
         if request_ids:
-            self._link.send_nowait(Abort(request_ids))
+            self.link.send_nowait(Abort(request_ids))
 
     def record_tokens(self, request: InFlightRequest, count: int, now_s: float) -> None:
         """A row brought tokens for the reader."""
@@ -200,13 +211,22 @@ class EngineRequests:
         unsent = {request.state for request in requests if request.state.status is RequestStatus.UNSENT}
         has_any = any(request.state.status in (RequestStatus.SENT, RequestStatus.ABORTING) for request in requests)
         suspects, on_trial = self._resumption.suspects, self._resumption.on_trial
-        if self._link.is_up:
+        if self.link.is_up:
             assert unsent == set(suspects), "what is not sent waits for a trial"
             assert on_trial is not None or not suspects, "suspects wait, and none is tried"
         else:
             assert not has_any and not suspects and on_trial is None, "a dead engine has no requests"  # noqa: PT018
         if on_trial is not None:
             assert on_trial.status in (RequestStatus.SENT, RequestStatus.ABORTING), on_trial.status
+
+
+def find_least_busy(engines: Sequence[EngineRequests]) -> int:
+    """The index of the engine with the fewest unfinished requests, and of several the first one.
+
+    Engines that are up come before those that are being started again. Dead ones are not considered, unless all are.
+    """
+    alive = [engine for engine in engines if not engine.link.is_dead] or engines
+    return min(alive, key=lambda engine: (not engine.link.is_up, engine.num_in_flight)).link.index
 
 
 def _make_resumed(request: InFlightRequest, now_s: float) -> EngineCoreRequest:

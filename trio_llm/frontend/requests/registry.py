@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ import trio
 from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError, fresh
 from trio_llm.frontend.requests.admission import AdmissionLedger
 from trio_llm.frontend.requests.collector import RequestOutputCollector
-from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests
+from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests, find_least_busy
 from trio_llm.frontend.requests.in_flight import InFlightRequest, make_choices
 from trio_llm.frontend.requests.invariants import check_requests
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
@@ -42,8 +43,7 @@ class RequestRegistry:
     Args:
         engines: at least one, in the order of their indices.
         ledger: counts the requests that are in here.
-        choose_engine: gives the index of the engine for a new request. None: the engine with the fewest unfinished
-            requests, and of these the first one.
+        choose_engine: gives the index of the engine for a new request. None: as `find_least_busy`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RequestRegistry:
         self._recorder = recorder
         self._ledger = ledger
         self._idle_waiters = trio.lowlevel.ParkingLot()
-        self._choose_engine = choose_engine if choose_engine is not None else self._least_busy
+        self._choose_engine = choose_engine or partial(find_least_busy, self._engines)
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no request comes before."""
 
@@ -73,8 +73,7 @@ class RequestRegistry:
 
     def num_expected(self, engine_index: int) -> int:
         """Requests that this engine has and owes an answer."""
-        owed = RequestStatus.SENT, RequestStatus.ABORTING
-        return sum(request.state.status in owed for request in self._engines[engine_index])
+        return self._engines[engine_index].num_expected
 
     def num_in_flight(self, engine_index: int) -> int:
         """Requests of this engine, those whose reader has left included."""
@@ -91,15 +90,10 @@ class RequestRegistry:
         for engine in self._engines:
             engine.check()
 
-    def _least_busy(self) -> int:
-        return min(range(len(self._engines)), key=lambda index: self._engines[index].num_in_flight)
-
     # -------------------------------------------------------------------------------------- arriving
 
     def submit(self, request: EngineCoreRequest, external_id: str, arrived_s: float) -> InFlightRequest:
-        """Register and queue what an engine has to compute for a request, which may ask for several choices.
-
-        Everything is registered before anything is sent, and all of it is queued or nothing is left.
+        """Register a request, which may ask for several choices, and queue all of it for an engine or leave nothing.
 
         Returns:
             The request, with n > 1 its first child: it stands for the whole answer.
@@ -184,11 +178,7 @@ class RequestRegistry:
             )
 
     def end_session(self, session: InFlightRequest, reason: FinishReason) -> RequestOutput | None:
-        """No input follows: the engine forgets the session.
-
-        Returns:
-            The last output for its reader; None if it was over before.
-        """
+        """No input follows: the engine forgets the session. Returns the last output; None if it was over before."""
         if not session.is_unfinished:
             return None
         assert self.processor is not None
@@ -229,11 +219,8 @@ class RequestRegistry:
     def mark_family_aborted(self, state: RequestState, *, reason: FinishReason = "abort") -> list[RequestState]:
         """This request and the other choices of its answer are over for their reader.
 
-        Args:
-            reason: the finish reason that this one counts with; the others are aborted.
-
-        Returns:
-            Those that an engine has and that were not over: for `end_in_engine`.
+        `reason` is what this one counts with; the others count as aborted. Returns those that were not over and that an
+        engine has, for `end_in_engine`.
         """
         return [
             member.state
@@ -348,8 +335,6 @@ class RequestRegistry:
             self._ledger.remove(state)
         requests.num_in_flight = 0
         self._wake_idle_waiters()
-
-    # ------------------------------------------------------------------------------------------ idle
 
     async def wait_idle(self) -> None:
         """Wait until no request is unfinished, in the engines neither. Cancellation: safe."""

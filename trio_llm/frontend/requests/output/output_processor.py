@@ -15,11 +15,13 @@ from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_kinds import make_output
 from trio_llm.frontend.requests.output.parallel_sampling import Family
 from trio_llm.frontend.requests.output.pooled_output import make_pooled_output
+from trio_llm.frontend.requests.output.read_delta import read_delta
+from trio_llm.frontend.requests.output.row_checks import check_row
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.text.detokenizer import Detokenizer, TokenTable, make_detokenizer
 from trio_llm.frontend.text.logprobs import make_token_logprobs
 from trio_llm.frontend.text.stop import StopScanner
-from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind
 from trio_llm.wire.messages import Continue, EngineCoreOutput, EngineCoreRequest, LogprobRow
 
@@ -158,6 +160,7 @@ class OutputProcessor:
             or row.finish_reason is not None
             or row.start != state.num_tokens
             or row.start == 0
+            or not row.new_token_ids
             or state.status is not _SENT
             or state.num_deaths
         ):
@@ -208,13 +211,15 @@ class OutputProcessor:
             return _fail(state, error, is_gone=is_gone)
 
     def _take(self, state: RequestState, row: EngineCoreOutput, *, is_gone: bool) -> ProcessedRow | None:
-        """
+        """Take a row of a request that the engine has.
+
         Raises:
             OutputGap: as `process`.
-            Exception: what is wrong with the row.
+            Exception: something is wrong with the row.
         """
         if row.finish_reason == "error":
             raise EngineGenerateError(row.error or "the engine ended the request without a reason")
+        check_row(state, row)
         if row.num_cached_tokens:
             _note_cached_tokens(state, row.num_cached_tokens)
         if row.prompt_logprobs is not None:
@@ -222,7 +227,7 @@ class OutputProcessor:
             return None
         if state.request.pooling_params is not None and is_gone:
             return _take_vector(state, row)
-        delta = self._read(state, row)
+        delta = read_delta(state, row, self._table)
         if row.goes_on:
             return _end_answer(state, delta)
         must_abort = delta.finish_reason is not None and not is_gone
@@ -255,59 +260,6 @@ class OutputProcessor:
             )
         known += [make_token_logprobs(one, self._table) for one in rows[len(known) - row.prompt_logprobs_start :]]
 
-    def _read(self, state: RequestState, row: EngineCoreOutput) -> CompletionOutput:
-        """What the row adds. Its tokens that the request has already are left out."""
-        num_known = state.num_tokens - row.start
-        token_ids = row.new_token_ids[num_known:] if num_known else row.new_token_ids
-        if state.scanner is not None:
-            delta = self._scan(state, state.scanner, token_ids, row)
-        else:
-            text = state.detokenizer.feed(_visible(state, token_ids, row) if row.finish_reason else token_ids)
-            if row.finish_reason is not None:
-                text += state.detokenizer.finish()
-            delta = CompletionOutput(state.index, text, token_ids, None, row.finish_reason, row.stop_reason)
-        state.num_tokens += len(delta.token_ids)
-        state.token_ids.extend(delta.token_ids)
-        if (
-            state.prompt_logprobs is not None
-            and delta.token_ids
-            and len(state.prompt_logprobs) != state.num_prompt_tokens
-        ):
-            raise EngineGenerateError(
-                f"the engine gave log-probabilities for {len(state.prompt_logprobs)} of {state.num_prompt_tokens} "
-                "prompt tokens"
-            )
-        if state.wants_logprobs:
-            rows = row.logprobs[num_known:] if row.logprobs is not None else []
-            delta.logprobs = self._name_logprobs(rows, len(delta.token_ids))
-        return delta
-
-    def _scan(
-        self, state: RequestState, scanner: StopScanner, token_ids: list[int], row: EngineCoreOutput
-    ) -> CompletionOutput:
-        """Token by token, so that several in one row end where they would have ended one at a time."""
-        visible = _visible(state, token_ids, row)
-        text = ""
-        for count, token_id in enumerate(token_ids, start=1):
-            new = state.detokenizer.feed([token_id]) if count <= len(visible) else ""
-            if state.num_tokens + count < state.request.params.min_tokens:
-                text += scanner.pass_through(new)  # too early to end, by contract
-                continue
-            text += scanner.feed(new)
-            if scanner.found is not None:
-                return CompletionOutput(state.index, text, token_ids[:count], None, "stop", scanner.found)
-        if row.finish_reason is not None:
-            text += scanner.feed(state.detokenizer.finish())
-            if scanner.found is not None:
-                return CompletionOutput(state.index, text, token_ids, None, "stop", scanner.found)
-            text += scanner.finish()
-        return CompletionOutput(state.index, text, token_ids, None, row.finish_reason, row.stop_reason)
-
-    def _name_logprobs(self, rows: list[LogprobRow], num_tokens: int) -> list[TokenLogprobs]:
-        if len(rows) < num_tokens:
-            raise EngineGenerateError(f"the engine gave log-probabilities for {len(rows)} of {num_tokens} tokens")
-        return [make_token_logprobs(row, self._table) for row in rows[:num_tokens]]
-
 
 def _fail(state: RequestState, error: Exception, *, is_gone: bool) -> ProcessedRow:
     """The request ends with this error, and its engine need not go on with it."""
@@ -339,10 +291,3 @@ def _end_answer(state: RequestState, delta: CompletionOutput) -> ProcessedRow:
     output.finished = False
     state.move(RequestStatus.IDLE)
     return ProcessedRow(num_new_tokens=len(delta.token_ids), output=output)
-
-
-def _visible(state: RequestState, token_ids: list[int], row: EngineCoreOutput) -> list[int]:
-    """The ids that become text: the token that ended the answer does not, unless stops were asked for."""
-    if row.finish_reason == "stop" and not state.request.params.include_stop_str_in_output:
-        return token_ids[:-1]
-    return token_ids

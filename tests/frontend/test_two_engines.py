@@ -1,0 +1,205 @@
+"""AsyncLLM over two engines behind the in-memory link: each has its own life, and a front end gets along with both."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+from tests.support.request_checks import checked_requests
+from trio_llm.config import EngineConfig, FakeEngineConfig
+from trio_llm.errors import EngineDeadError, EngineUnavailableError
+from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.core_client.base import CoreClient
+from trio_llm.frontend.core_client.restart_policy import RestartPolicy
+from trio_llm.frontend.core_client.restarting import RestartingClient
+from trio_llm.frontend.open_llm import open_tasks
+from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.sampling import SamplingParams
+from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR, AnsweringExecutor
+from trio_llm.testing.in_memory import InMemoryCoreClient
+from trio_llm.wire.messages import AllBlocksCleared, EngineCoreRequest, ModelConfig, SchedulerStats
+
+NUM_ENGINES = 2
+LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
+
+
+class Loggers:
+    """Remembers which engine each record is about. A StatLogger."""
+
+    def __init__(self) -> None:
+        self.tokens = [0] * NUM_ENGINES
+        self.restarts = [0] * NUM_ENGINES
+
+    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int) -> None:
+        self.tokens[engine_index] += iteration.num_generation_tokens
+        self.restarts[engine_index] += iteration.num_restarts
+
+    def record_rejection(self, reason: str) -> None:
+        pass
+
+    def log(self) -> None:
+        pass
+
+
+class TwoEngines(AsyncLLM):
+    """Both run the same fake model. Letters follow from the prompt, so that answers do not depend on the engine."""
+
+    def __init__(self, config: EngineConfig, loggers: Loggers) -> None:
+        self.cores: dict[int, InMemoryCoreClient] = {}
+        """The newest incarnation's link by the engine's index."""
+        self.prompts: list[list[str]] = [[] for _ in range(NUM_ENGINES)]
+        """Internal ids of the requests that each engine was sent, in order."""
+        clients: list[CoreClient] = []
+        for index in range(NUM_ENGINES):
+            make: Callable[[int], InMemoryCoreClient] = partial(self._make, index, config)
+            restarts = config.on_engine_death == "restart"
+            clients.append(RestartingClient(make, RestartPolicy(5)) if restarts else make(1))
+        super().__init__(clients, config, [loggers], keep_alive_on_engine_death=False)
+
+    def _make(self, index: int, config: EngineConfig, epoch: int) -> InMemoryCoreClient:
+        fake = FakeEngineConfig(logits_width=LOGITS_WIDTH, eos_token_ids=(END,))
+        executor = AnsweringExecutor(fake, num_blocks=128)
+        core = InMemoryCoreClient(executor, config, step_s=0.1, epoch=epoch, engine_index=index)
+
+        def note(message: object) -> None:
+            if isinstance(message, EngineCoreRequest):
+                self.prompts[index].append(message.request_id)
+
+        core.on_sent = note
+        self.cores[index] = core
+        return core
+
+    async def _load_renderer(self, model: ModelConfig) -> Renderer:
+        return Renderer.load(MODEL_DIR, model.max_model_len, logits_width=LOGITS_WIDTH)
+
+
+@asynccontextmanager
+async def open_two(**settings: object) -> AsyncIterator[tuple[TwoEngines, Loggers]]:
+    loggers = Loggers()
+    llm = TwoEngines(EngineConfig(**{"on_engine_death": "restart", **settings}), loggers)  # type: ignore[arg-type]
+    async with open_tasks(llm):
+        with checked_requests(llm):
+            yield llm, loggers
+
+
+async def read(llm: AsyncLLM, prompt: list[int], texts: dict[int, str]) -> None:
+    async with llm.generate(prompt, LONG) as stream:
+        text = ""
+        async for output in stream:
+            text += output.outputs[0].text
+    texts[prompt[-1]] = text
+
+
+async def expected_texts() -> dict[int, str]:
+    texts: dict[int, str] = {}
+    async with open_two() as (llm, _):
+        for number in range(4):
+            await read(llm, [65, 66 + number], texts)
+    return texts
+
+
+async def test_requests_are_shared_out_and_each_engine_has_its_own_statistics(autojump_clock: MockClock) -> None:
+    texts: dict[int, str] = {}
+    async with open_two() as (llm, loggers):
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(read, llm, [65, 66 + number], texts)
+        await llm.wait_idle()
+
+        assert [len(prompts) for prompts in llm.prompts] == [2, 2]
+        assert loggers.tokens == [800, 800]
+        counts = await llm.check_scheduler()
+        assert counts["num_free_blocks"] == counts["num_blocks"] == 2 * 128
+
+    assert texts == await expected_texts()
+
+
+async def test_one_engine_that_dies_is_recovered_while_the_other_goes_on(autojump_clock: MockClock) -> None:
+    texts: dict[int, str] = {}
+    async with open_two() as (llm, loggers):
+        async with trio.open_nursery() as nursery:
+            for number in range(4):
+                nursery.start_soon(read, llm, [65, 66 + number], texts)
+            await trio.sleep(5)
+            llm.cores[0].kill("killed by the test")
+            await trio.sleep(0.2)
+
+            assert llm.status.state == "ready", "the other engine takes requests"
+            assert [engine.is_up for engine in llm._engines] == [False, True]
+
+        await llm.check_health()
+        assert (await llm.complete([65], max_tokens=3, ignore_eos=True)).finished
+        assert loggers.restarts == [1, 0]
+        assert [len(prompts) for prompts in llm.prompts] == [5, 2], (
+            "what the dead one had is sent to its next incarnation"
+        )
+
+    assert texts == await expected_texts()
+
+
+async def test_an_engine_that_is_gone_for_good_takes_only_its_own_requests_with_it(autojump_clock: MockClock) -> None:
+    async with open_two(on_engine_death="exit") as (llm, _):
+        async with llm.generate([65], LONG) as first, llm.generate([66], LONG) as second:
+            assert [request.engine_index for request in llm._registry.in_flight.values()] == [0, 1]
+            await anext(first)
+            llm.cores[0].kill("killed by the test")
+            with pytest.raises(EngineDeadError):
+                async for _ in first:
+                    pass
+            async for output in second:
+                last = output
+            assert last.finished
+
+        assert llm.dead_error is None
+        assert llm.status.state == "ready"
+        for _ in range(3):
+            assert (await llm.complete([65], max_tokens=3, ignore_eos=True)).finished
+        assert [len(prompts) for prompts in llm.prompts] == [1, 4], "no new request goes to an engine that is gone"
+
+        llm.cores[1].kill("killed by the test, too")
+        assert "killed by the test" in str(await llm.wait_dead())
+        assert llm.dead_error is not None
+
+
+async def test_control_calls_reach_both_and_a_restarted_one_is_brought_to_the_same_state(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_two() as (llm, _):
+        await llm.sleep()
+        assert [core.core._control_calls.state.may_step for core in llm.cores.values()] == [False, False]
+        with pytest.raises(EngineUnavailableError):
+            llm.check_admission()
+        llm.cores[1].kill("killed in its sleep")
+        await trio.sleep(30)
+
+        assert [engine.num_restarts for engine in llm._engines] == [0, 1]
+        assert [core.core._control_calls.state.may_step for core in llm.cores.values()] == [False, False]
+
+        await llm.wake_up()
+        assert (await llm.complete([65], max_tokens=3, ignore_eos=True)).finished
+        assert await llm.collective_rpc("model_info")
+        assert len(await llm.collective_rpc("model_info")) == NUM_ENGINES
+
+
+async def test_kv_events_say_whose_cache_they_are_about(autojump_clock: MockClock) -> None:
+    async with open_two(kv_events=True) as (llm, _), llm.kv_events() as batches:
+        for number in range(NUM_ENGINES):
+            async with trio.open_nursery() as nursery:  # both at once, so that each engine gets one
+                nursery.start_soon(read, llm, [65 + number] * 64, {})
+                nursery.start_soon(read, llm, [75 + number] * 64, {})
+        seen = set()
+        with trio.move_on_after(1):
+            async for batch in batches:
+                seen.add(batch.engine_index)
+        assert seen == {0, 1}
+
+        llm.cores[1].kill("killed by the test")
+        batch = await anext(batches)
+
+        assert (batch.engine_index, batch.events) == (1, [AllBlocksCleared()])
