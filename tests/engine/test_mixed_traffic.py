@@ -22,7 +22,15 @@ from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import StepPlan
 from trio_llm.pooling import PoolingKind, PoolingParams
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import NO_SAMPLING, Abort, Continue, EngineCoreOutput, EngineCoreRequest, UtilityCall
+from trio_llm.wire.messages import (
+    NO_SAMPLING,
+    Abort,
+    Continue,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+)
 
 FAKE = FakeEngineConfig(logits_width=LOGITS_WIDTH, eos_token_ids=(), max_model_len=1024)
 
@@ -69,7 +77,7 @@ class Everything(RuleBasedStateMachine):
         """All that should be generated for each request, so far."""
         self.tokens: dict[str, list[int]] = {}
         self.history: dict[str, list[int]] = {}
-        """Of sessions: all tokens that the next input comes behind."""
+        """By session: all tokens before its next input."""
         self.vectors: dict[str, tuple[list[int], PoolingKind]] = {}
         self.idle: set[str] = set()
         self.over: dict[str, str] = {}
@@ -96,12 +104,12 @@ class Everything(RuleBasedStateMachine):
             credit_steps=10**9,
         )
         self.executor = Watched(num_blocks=num_blocks, config=config)
-        self.core = EngineCore(self.executor, config, epoch=1)
+        self.core = EngineCore(self.executor, config, epoch=1, clock=lambda: self.now_s)
         self.executor.scheduler = self.core._scheduler
         self.max_len = self.executor.info.max_model_len
 
     def handle(self, message: EngineCoreRequest | Continue | Abort | UtilityCall) -> None:
-        self.core.handle(message, self.now_s)
+        self.core.handle(message)
         self.core._scheduler.check()
 
     def answer(self, tokens: list[int], params: SamplingParams) -> list[int]:
@@ -199,18 +207,23 @@ class Everything(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> None:
-        outputs = self.core.step(self.now_s)
+        for answer in self.core.take_answers():
+            self.take_message(answer)
+        if outputs := self.core.step():
+            self.take_message(outputs)
         self.core._scheduler.check()
-        for row in outputs.outputs if outputs else []:
+
+    def take_message(self, outputs: EngineCoreOutputs) -> None:
+        for row in outputs.outputs:
             self.take(row)
-        for result in outputs.utility_results if outputs else []:
+        for result in outputs.utility_results:
             assert result.error is None
             assert not self.calls[result.call_id], "a call is answered twice"
             self.calls[result.call_id] = True
 
     def take(self, row: EngineCoreOutput) -> None:
         name = row.request_id
-        if name in self.over and name in self.aborted:  # it was over before its end was told
+        if name in self.over and name in self.aborted:  # it had finished before its abort arrived
             assert row == EngineCoreOutput(name, 0, [], finish_reason="abort")
             return
         assert name not in self.over, "a row after the last one"
@@ -237,7 +250,7 @@ class Everything(RuleBasedStateMachine):
         # The first of all waits until those that run are through, then is served without a pause.
         num_steps = 20 + 2 * (1 + len(left)) * self.max_len * (1 + len(left))
         while self.core.is_busy:
-            assert num_steps > 0, "somebody starves"
+            assert num_steps > 0, "a request starves"
             num_steps -= 1
             self.step()
 
@@ -245,13 +258,13 @@ class Everything(RuleBasedStateMachine):
             reason, tokens = self.over.get(name), self.tokens[name]
             assert tokens == expected[: len(tokens)], name
             assert tokens == expected or reason in ("abort", "error"), name
-            assert reason is not None or name in self.idle, "nobody heard of its end"
+            assert reason is not None or name in self.idle, "its end was not reported"
         for name, position in self.executor.num_computed:
             times = self.executor.num_computed[name, position]
             assert times <= 1 + self.executor.sequences[name].num_preemptions, "computed twice without a reason"
         assert all(self.calls.values()), "a call is not answered"
 
-        self.core.handle(Abort(sorted(self.idle)), self.now_s)
+        self.core.handle(Abort(sorted(self.idle)))
         self.step()
         assert self.core.stats.num_free_blocks == self.core.stats.num_blocks
         assert self.core.stats.num_running == self.core.stats.num_waiting == 0

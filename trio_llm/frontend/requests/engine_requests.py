@@ -22,7 +22,7 @@ from trio_llm.outputs import FinishReason
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
-__all__ = ["EngineLink", "EngineRequests"]
+__all__ = ["EngineLink", "EngineRequests", "find_least_busy"]
 
 
 class EngineLink(Protocol):
@@ -218,6 +218,15 @@ class EngineRequests:
             assert not has_any and not suspects and on_trial is None, "a dead engine has no requests"  # noqa: PT018
         if on_trial is not None:
             assert on_trial.status in (RequestStatus.SENT, RequestStatus.ABORTING), on_trial.status
+
+
+def find_least_busy(engines: Sequence[EngineRequests]) -> int:
+    """The index of the engine with the fewest unfinished requests, and of several the first one.
+
+    Engines that are up come before those that are being started again. Dead ones are not considered, unless all are.
+    """
+    alive = [engine for engine in engines if not engine.link.is_dead] or engines
+    return min(alive, key=lambda engine: (not engine.link.is_up, engine.num_in_flight)).link.index
 
 
 def _make_resumed(request: InFlightRequest, now_s: float) -> EngineCoreRequest:
