@@ -120,7 +120,7 @@ async def test_what_an_error_was_raised_from_is_kept(fail: Callable[[], NoReturn
     assert three(unwrapped.value) == three(alone.value)
 
 
-def test_a_group_that_somebody_raised_on_purpose_stays_a_group() -> None:
+def test_a_group_that_was_raised_on_purpose_stays_a_group() -> None:
     mine = ExceptionGroup("mine", [ValueError("x")])
 
     async def main() -> None:

@@ -1,4 +1,4 @@
-"""llm.kv_events(): every subscriber gets every change of the prefix cache, or is told that it does not."""
+"""llm.kv_events(): every subscriber gets every change of the prefix cache, or an error that says that it does not."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ async def test_a_subscriber_may_be_there_before_the_engine_is_ready() -> None:
         assert stored_tokens(await take(batches, 1)) == [[1] * 32]
 
 
-async def test_a_slow_subscriber_gets_what_it_has_room_for_then_an_error_and_nobody_waits_for_it() -> None:
+async def test_a_slow_subscriber_gets_what_it_has_room_for_then_an_error_and_nothing_waits_for_it() -> None:
     async with open_fake_llm(kv_events=True) as fake, fake.llm.kv_events() as fast:
         async with fake.llm.kv_events(max_unread=2) as slow:
             await ask_for(fake, 1, 2, 3, 4)

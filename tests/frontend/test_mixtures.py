@@ -1,7 +1,7 @@
 """Whatever runs beside whatever, and however it is left, aborted, drained or lost: nothing of it stays.
 
 Each seed is one mixture: requests, sessions and maps that share ids, with slow readers, deadlines that pass or move and
-limits that are reached, while somebody aborts, stalls, drains and kills.
+limits that are reached, under aborts, stalls, drains and deaths.
 """
 
 from __future__ import annotations
@@ -162,6 +162,6 @@ async def test_nothing_stays_of_any_mixture(
         if llm.is_running:
             llm._executor.faults.clear()
             assert len((await llm.complete([1], max_tokens=3)).outputs[0].token_ids) == 3
-    # An error in our own code would be told there.
+    # An error in our own code would be logged there.
     unexpected = [record for record in caplog.records if record.levelno >= logging.ERROR]
     assert [record.getMessage() for record in unexpected if "is dead: " not in record.getMessage()] == []

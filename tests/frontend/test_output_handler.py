@@ -56,14 +56,14 @@ class HandlerSetUp:
     def add(self, request_id: str, external_id: str | None = None) -> InFlightRequest:
         assert self.requests.processor is not None
         params = SamplingParams(max_tokens=9, seed=1)
-        live = InFlightRequest(
+        request = InFlightRequest(
             self.requests.processor.make_state(EngineCoreRequest(request_id, [1], params), external_id or request_id),
             RequestOutputCollector(params.output_kind),
             RequestClock(0.0),
         )
-        self.requests.register(live)
-        live.state.mark_sent()
-        return live
+        self.requests.register(request)
+        request.state.mark_sent()
+        return request
 
     def on_ready(self, engine: Engine) -> None:
         self.seen.append("ready")
@@ -149,9 +149,9 @@ async def test_steps_are_acknowledged_each_so_many_and_once_a_batch(up: HandlerS
 async def test_a_reader_that_leaves_is_one_abort_and_the_request_counts_until_the_engine_confirms(
     up: HandlerSetUp,
 ) -> None:
-    live = up.add("a")
-    up.requests.leave(live)
-    up.requests.leave(live)
+    request = up.add("a")
+    up.requests.leave(request)
+    up.requests.leave(request)
     await up.say(a_row("a", 0, 1))
 
     assert up.core.sent == [Abort(["a"])]
@@ -164,25 +164,25 @@ async def test_a_reader_that_leaves_is_one_abort_and_the_request_counts_until_th
 
 
 async def test_leaving_a_request_that_is_over_tells_the_engine_nothing(up: HandlerSetUp) -> None:
-    live = up.add("a")
+    request = up.add("a")
     await up.say(a_row("a", 0, 1, end="length"))
 
-    up.requests.leave(live)
+    up.requests.leave(request)
 
     assert up.core.sent == []
     assert up.requests.abort("a") == 0
 
 
 async def test_aborting_on_demand_ends_each_reader_of_that_id_once(up: HandlerSetUp) -> None:
-    lives = [up.add("1", "x"), up.add("2", "x"), up.add("3", "y")]
+    requests = [up.add("1", "x"), up.add("2", "x"), up.add("3", "y")]
 
     assert (up.requests.abort("x"), up.requests.abort("x")) == (2, 0)
 
-    ends = [(await live.collector.receive()).outputs[0].finish_reason for live in lives[:2]]
+    ends = [(await request.collector.receive()).outputs[0].finish_reason for request in requests[:2]]
     assert ends == ["abort", "abort"]
     assert up.core.sent == [Abort(["1"]), Abort(["2"])]
-    for live in lives[:2]:
-        up.requests.leave(live)
+    for request in requests[:2]:
+        up.requests.leave(request)
     assert up.core.sent == [Abort(["1"]), Abort(["2"])]
 
 
@@ -199,39 +199,39 @@ async def test_a_row_that_cannot_be_read_fails_its_request_alone_and_aborts_it(u
 
 
 async def test_the_engines_end_gives_each_reader_what_it_is_owed_and_an_error_of_its_own(up: HandlerSetUp) -> None:
-    lives = [up.add("a"), up.add("b")]
+    requests = [up.add("a"), up.add("b")]
     await up.say(a_row("a", 0, 1), a_row("b", 0, 2, 3))
     up.core.kill("out of memory")
     await wait_all_tasks_blocked()
 
-    assert [(await live.collector.receive()).outputs[0].token_ids for live in lives] == [[1], [2, 3]]
+    assert [(await request.collector.receive()).outputs[0].token_ids for request in requests] == [[1], [2, 3]]
     errors = []
-    for live in lives:
+    for request in requests:
         with pytest.raises(EngineDeadError, match="out of memory") as raised:
-            await live.collector.receive()
+            await request.collector.receive()
         errors.append(raised.value)
     assert errors[0] is not errors[1]
     assert [type(seen) for seen in up.seen] == [EngineDeadError]
     assert len(up.requests) == 0
-    up.requests.leave(lives[0])
+    up.requests.leave(requests[0])
     assert up.core.sent == []
 
 
 async def test_a_row_of_an_unknown_request_is_dropped(up: HandlerSetUp) -> None:
-    live = up.add("a")
+    request = up.add("a")
     await up.say(a_row("gone", 0, 1, end="length"), a_row("a", 0, 1, end="length"))
 
-    assert (await live.collector.receive()).outputs[0].token_ids == [1]
+    assert (await request.collector.receive()).outputs[0].token_ids == [1]
     assert up.core.sent == []
 
 
 async def test_a_gap_in_one_request_kills_the_engine(up: HandlerSetUp) -> None:
-    live = up.add("a")
+    request = up.add("a")
     await up.say(a_row("a", 0, 1), a_row("unknown", 7, 1), a_row("a", 3, 1))
 
-    assert (await live.collector.receive()).outputs[0].token_ids == [1]
+    assert (await request.collector.receive()).outputs[0].token_ids == [1]
     with pytest.raises(EngineDeadError, match="has 1 tokens and got a row that starts at 3"):
-        await live.collector.receive()
+        await request.collector.receive()
 
 
 async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_messages(

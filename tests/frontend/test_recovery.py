@@ -20,7 +20,7 @@ from trio_llm.outputs import RequestOutput
 from trio_llm.testing import FakeLLM
 
 FOREVER_S = 100_000.0
-"""Of the mock clock."""
+"""By the mock clock."""
 
 
 def restarting(**more: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ async def undisturbed() -> list[dict[int, tuple[list[int], str, int, str | None]
 
 @pytest.mark.parametrize("fault", ["kill", "drop", "stall"])
 @pytest.mark.parametrize("period_s", [0.03, 0.07, 0.15])
-async def test_nobody_loses_or_repeats_a_token_however_often_engines_fail(
+async def test_no_reader_loses_or_repeats_a_token_however_often_engines_fail(
     fault: str, period_s: float, autojump_clock: MockClock
 ) -> None:
     expected = await undisturbed()
@@ -103,7 +103,7 @@ async def test_a_request_that_comes_while_there_is_no_engine_waits_for_the_next(
 
 async def wait_for(llm: FakeLLM, state: str) -> None:
     with trio.fail_after(FOREVER_S):
-        while llm.status.state != state:  # noqa: ASYNC110 - nothing tells of it, and the clock is a mock
+        while llm.status.state != state:  # noqa: ASYNC110 - no event says so, and the clock is a mock
             await trio.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""Recovery at odd moments: what waits, what is tried, what is told, and what no restart can help."""
+"""Recovery at odd moments: what waits, what is tried, what is reported, and what no restart can help."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trio_llm.testing import FakeLLM
 from trio_llm.wire.messages import EngineCoreRequest, ModelConfig, ToEngine
 
 BOUND_S = 10_000.0
-"""Of the mock clock."""
+"""By the mock clock."""
 
 
 def restarting(**more: Any) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def restarting(**more: Any) -> dict[str, Any]:
 
 async def wait_for(llm: FakeLLM, state: str) -> None:
     with trio.fail_after(BOUND_S):
-        while llm.status.state != state:  # noqa: ASYNC110 - nothing tells of it, and the clock is a mock
+        while llm.status.state != state:  # noqa: ASYNC110 - no event says so, and the clock is a mock
             await trio.sleep(0.01)
 
 
@@ -67,14 +67,14 @@ async def test_a_call_without_a_form_on_the_wire_is_refused_while_there_is_no_en
 async def test_time_without_an_engine_counts_in_a_deadline_at_every_death(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[float | None] = []
+    deadlines_s: list[float | None] = []
 
     def see(message: ToEngine) -> None:
         if isinstance(message, EngineCoreRequest) and message.prompt_token_ids == list(b"waits"):
-            told.append(message.deadline_s)
+            deadlines_s.append(message.deadline_s)
 
     async with open_checked_llm(**restarting()) as llm:
-        monkeypatch.setattr(llm, "_remember", see)  # what each engine is told
+        monkeypatch.setattr(llm, "_remember", see)  # what each engine is sent
         await llm.pause_generation(mode="keep")
         with trio.move_on_after(60) as scope:
             async with llm.generate("waits"):
@@ -85,12 +85,12 @@ async def test_time_without_an_engine_counts_in_a_deadline_at_every_death(
                     await wait_for(llm, "recovering")
                     await wait_for(llm, "ready")
                     left_s = 60 - (trio.current_time() - began_s)
-                    assert told[-1] == pytest.approx(left_s, abs=0.1)
+                    assert deadlines_s[-1] == pytest.approx(left_s, abs=0.1)
         assert not scope.cancelled_caught
         await llm.resume_generation()
         await llm.assert_idle()
 
-    assert len(told) == 2
+    assert len(deadlines_s) == 2
 
 
 async def test_a_request_that_is_given_up_counts_as_an_error(autojump_clock: MockClock) -> None:

@@ -1,4 +1,4 @@
-"""A core client without an engine: a test says what the engine says, and sees what it is told."""
+"""A core client without an engine: a test says what the engine says, and sees what it is sent."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Exception groups end at the public edge: what a nursery wrapped comes out as itself, if it is one thing.
+"""Exception groups end at the public edge: if a nursery wrapped a single exception, the caller gets that exception.
 
-So `except EngineDeadError` works for a caller, however many nurseries were between. And what a caller's own code raises
-is kept apart from a cancellation that goes through it at the same time.
+So `except EngineDeadError` works for a caller, however many nurseries were between. An error of a caller's own code is
+kept apart from a cancellation that passes through it at the same time.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import trio
 __all__ = ["errors_to", "single_leaf", "unwrap_single"]
 
 _NURSERY_MESSAGE: Final = "Exceptions from Trio nursery"
-"""By this the groups are known that Trio makes."""
+"""The message that Trio gives the groups of its nurseries."""
 
 
 def single_leaf(error: BaseException) -> BaseException | None:
-    """The one exception in a group, however deep, leaving aside cancellations beside it. None: there are more."""
+    """The only exception in a group, however deep; cancellations beside it do not count. None: there are several."""
     if not _is_of_a_nursery(error):
         return error
     assert isinstance(error, BaseExceptionGroup)
@@ -43,15 +43,15 @@ def unwrap_single() -> Iterator[None]:
         try:
             raise leaf
         finally:
-            # `raise` has put the group there, which says nothing more, in place of what the leaf was raised from.
+            # `raise` has put the group in place of what the leaf was raised from; the group says nothing more.
             leaf.__cause__, leaf.__context__, leaf.__suppress_context__ = cause, context, is_hidden
 
 
 @contextmanager
 def errors_to(take: Callable[[Exception], None]) -> Iterator[None]:
-    """Give an error of this block to `take`, also one beside a cancellation, which goes on its way.
+    """Give an error of this block to `take`, also if it comes beside a cancellation, which is raised.
 
-    The block is somebody else's code, which may fail in its clean-up.
+    For code of the caller's, which may fail in its clean-up.
     """
     try:
         yield
@@ -66,7 +66,7 @@ def errors_to(take: Callable[[Exception], None]) -> Iterator[None]:
 
 
 def _is_of_a_nursery(error: BaseException) -> bool:
-    """Groups that somebody raised on purpose stay what they are."""
+    """Trio made it. Groups that were raised on purpose stay what they are."""
     return isinstance(error, BaseExceptionGroup) and error.message == _NURSERY_MESSAGE
 
 

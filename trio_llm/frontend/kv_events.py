@@ -20,12 +20,12 @@ __all__ = ["KVEventBatch", "KVEventBatches", "KVEventHub"]
 
 @dataclass(frozen=True, slots=True)
 class KVEventBatch:
-    """What one message of the engine says of its prefix cache."""
+    """The events of one message of an engine."""
 
     timestamp: float
-    """The engine's monotonic clock, seconds. A restart of the engine has the time of the batch before."""
+    """The engine's monotonic clock, seconds. The batch of a restart has the time of the batch before it."""
     events: list[KVEvent]
-    """In order; at least one. All subscribers share it: not to be changed."""
+    """In order; at least one. All subscribers share the list: do not change it."""
     engine_index: int = 0
     """Each engine has a cache of its own."""
 
@@ -59,13 +59,13 @@ class KVEventBatches:
             raise fresh(self._error) from None
 
     def _put(self, batch: KVEventBatch) -> bool:
-        """False: there was no room for it, and the subscription is over."""
+        """Add a batch. Returns False if there was no room for it: then the subscription is over."""
         try:
             self._send.send_nowait(batch)
         except trio.WouldBlock:
             self._end(
                 KVEventsLostError(
-                    f"{self._max_unread} batches of KV events were unread when the next one came, and so many may be; "
+                    f"{self._max_unread} batches of KV events were unread, the limit, when the next one came; "
                     "read faster or give a larger max_unread, then subscribe again and take the cache as unknown"
                 )
             )
@@ -95,7 +95,7 @@ class KVEventHub:
         self._last_s = 0.0
 
     def subscribe(self, max_unread: int) -> AbstractAsyncContextManager[KVEventBatches]:
-        """What is put while the block lasts.
+        """A block that gets what is put while it lasts.
 
         Cancellation: safe; leaving the block, by any way, ends the subscription.
 

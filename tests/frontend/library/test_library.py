@@ -10,6 +10,7 @@ import trio
 from trio.testing import MockClock
 
 from tests.support.cancelling import cancel_at_every_checkpoint
+from tests.support.fake_client import End, FakeClient
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
@@ -17,6 +18,8 @@ from trio_llm.errors import (
     InvalidRequestError,
     QueueFullError,
 )
+from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.library.library import LibraryCalls
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.testing import FakeLLM, open_fake_llm
@@ -38,6 +41,27 @@ async def test_complete_gives_the_whole_answer_at_once() -> None:
 
         assert (text_of(output), output.finished, output.outputs[0].finish_reason) == ("Hi there", True, "stop")
         await llm.assert_idle()
+
+
+class RemoteLLM(FakeClient, LibraryCalls):
+    """A client that is no AsyncLLM and gets its calls from the base."""
+
+
+async def test_any_client_has_the_calls_by_their_base() -> None:
+    llm = RemoteLLM("Hi", " there", End())
+
+    assert text_of(await llm.complete("Hello")) == "Hi there"
+    assert text_of(await llm.chat([USER], max_tokens=9)) == "Hi there"
+    async with llm.map(["one", "two"]) as results:
+        assert [text_of(output) async for output in results] == ["Hi there", "Hi there"]
+    assert await llm.embed([1, 2, 3]) == [3.0, 1.0]
+
+
+def test_the_interface_itself_has_no_library() -> None:
+    own = {name for name in vars(LibraryCalls) if not name.startswith("_")}
+
+    assert {"complete", "chat", "map", "embed", "score"} <= own
+    assert not own & set(dir(EngineClient))
 
 
 async def test_fields_are_set_in_a_copy_of_the_parameters() -> None:

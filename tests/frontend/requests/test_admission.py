@@ -177,7 +177,7 @@ async def test_a_refusal_registers_nothing_is_counted_and_the_same_request_works
         await fake.assert_nothing_is_left()
 
 
-async def test_whoever_asks_before_the_costly_part_is_refused_at_once() -> None:
+async def test_a_question_before_the_costly_part_is_refused_at_once() -> None:
     refusals = RecordingStatLogger()
     async with open_fake_llm(stat_loggers=[refusals], engine={"max_num_queued_reqs": 1}) as fake:
         fake.llm.check_admission()

@@ -1,4 +1,4 @@
-"""cache_salt: what is computed of prompts is shared among requests with the same one, and with nobody else."""
+"""cache_salt: what is computed of prompts is shared only among requests with the same one."""
 
 from __future__ import annotations
 

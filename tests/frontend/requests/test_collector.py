@@ -81,8 +81,8 @@ async def test_an_unread_cumulative_output_of_one_choice_outlives_news_of_anothe
 
     output = await collector.receive()
 
-    told = [(choice.index, choice.text, choice.token_ids, choice.finish_reason) for choice in output.outputs]
-    assert told == [(0, "ab", [1, 2], None), (1, "xy", [7, 8], "stop"), (2, "p", [5], None)]
+    seen = [(choice.index, choice.text, choice.token_ids, choice.finish_reason) for choice in output.outputs]
+    assert seen == [(0, "ab", [1, 2], None), (1, "xy", [7, 8], "stop"), (2, "p", [5], None)]
 
 
 async def test_a_repeating_collector_gives_the_one_choice_several_times_merged_or_not() -> None:

@@ -27,12 +27,12 @@ STEP_S = 0.1
 
 
 def blocking(seconds: float) -> SamplingParams:
-    """Of a request that has the engine for itself for so long."""
+    """Parameters of a request that has the engine for itself for so long."""
     return SamplingParams(max_tokens=round(seconds / STEP_S))
 
 
 class Engine:
-    """What an engine is told and what it computes."""
+    """What an engine is sent and what it computes."""
 
     def __init__(self, fake: FakeSetUp, monkeypatch: pytest.MonkeyPatch) -> None:
         self.fake = fake
@@ -107,7 +107,7 @@ async def test_what_is_past_its_deadline_while_it_waits_is_dropped_and_never_com
         await enter_within(2, stack, fake.llm.generate(HELLO, SHORT, request_id="second"))
         assert await engine.num_waiting() == 1
 
-        outputs = await rest_of(first)  # nobody reads the second one, or tells the engine to forget it
+        outputs = await rest_of(first)  # the second one is neither read nor aborted
 
         assert outputs[-1].finished
         assert await engine.num_waiting() == 0
@@ -193,7 +193,7 @@ async def test_a_deadline_that_is_moved_again_and_again_is_not_heeded_any_more(
         stream = await enter_within(2, stack, fake.llm.generate(HELLO, SHORT, request_id="moved"))
         outputs: list[RequestOutput] = []
         while not outputs or not outputs[-1].finished:
-            with trio.move_on_after(3):  # as whoever fills silence with signs of life does
+            with trio.move_on_after(3):  # as a reader does that fills silence with signs of life
                 outputs.append(await anext(stream))
 
         *given, last = engine.deadlines_of("moved")

@@ -450,22 +450,22 @@ async def test_cancelling_at_every_checkpoint_leaves_nothing_behind(
         assert num_checkpoints >= least, "so few checkpoints that the work was hardly interrupted anywhere"
 
 
-@pytest.mark.parametrize("strange", [SamplingParams(), {}, "embed", 1])
-async def test_an_embedding_takes_the_parameters_of_one(strange: Any) -> None:
+@pytest.mark.parametrize("unfit", [SamplingParams(), {}, "embed", 1])
+async def test_an_embedding_takes_the_parameters_of_one(unfit: Any) -> None:
     async with open_fake_llm() as fake:
         with pytest.raises(InvalidRequestError, match="PoolingParams"):
-            await fake.llm.encode("Hello", strange)
+            await fake.llm.encode("Hello", unfit)
         assert not fake.llm.requests
 
 
-@pytest.mark.parametrize("strange", [PoolingParams(), {}, "x", 0])
-async def test_an_answer_takes_the_parameters_of_one(strange: Any) -> None:
+@pytest.mark.parametrize("unfit", [PoolingParams(), {}, "x", 0])
+async def test_an_answer_takes_the_parameters_of_one(unfit: Any) -> None:
     async def inputs() -> AsyncIterator[StreamingInput]:
         yield StreamingInput("Hello")
 
     async with open_fake_llm() as fake:
         for prompt in ("Hello", inputs()):
             with pytest.raises(InvalidRequestError, match="SamplingParams"):
-                async with fake.llm.generate(prompt, strange):
-                    pytest.fail("it was let in")
+                async with fake.llm.generate(prompt, unfit):
+                    pytest.fail("it was admitted")
         assert not len(fake.llm._registry)

@@ -52,7 +52,7 @@ async def test_chunks_and_preemption_do_not_change_them() -> None:
 @pytest.mark.parametrize("kind", list(RequestOutputKind))
 @pytest.mark.parametrize("n", [1, 3])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-async def test_whoever_reads_everything_gets_them_with_any_kind_and_any_number_of_choices(
+async def test_a_reader_of_everything_gets_them_with_any_kind_and_any_number_of_choices(
     kind: RequestOutputKind, n: int, temperature: float
 ) -> None:
     async with open_fake_llm() as fake:

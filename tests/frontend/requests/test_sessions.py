@@ -637,7 +637,9 @@ async def test_inputs_that_fail_while_the_engine_is_closed_are_told_to_the_log_a
     assert "clumsy" in caplog.text
 
 
-async def test_inputs_that_fail_while_they_are_cancelled_harm_nobody_else(caplog: pytest.LogCaptureFixture) -> None:
+async def test_inputs_that_fail_while_they_are_cancelled_harm_no_other_session(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async with open_fake_llm() as fake:
         async with fake.llm.generate(clumsy(), GREEDY) as stream:
             async for output in stream:

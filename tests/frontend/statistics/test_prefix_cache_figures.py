@@ -1,4 +1,4 @@
-"""What the loggers are told of the prefix cache, from the real scheduler through the front end."""
+"""What the loggers get about the prefix cache, from the real scheduler through the front end."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _END: Final = object()
 
 
 class MapResults:
-    """What `llm.map()` gives: an async iterator of answers. Several tasks may read from it; each answer goes to one."""
+    """What `llm.map()` gives: an async iterator of answers. Several tasks may read it; each answer goes to one."""
 
     def __init__(
         self,
@@ -117,7 +117,7 @@ class _Mapping:
                 prompt = await take()
             except Exception as error:
                 if trio.current_effective_deadline() == -math.inf:
-                    raise  # cancelled: nobody waits for it
+                    raise  # this task is cancelled: no reader waits for the error
                 self._pass_on(number, error)
                 return
             if prompt is _END:

@@ -6,7 +6,6 @@ do without.
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -16,7 +15,7 @@ import msgspec
 
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.library.bulk import MapResults, Prompts, open_map
-from trio_llm.frontend.requests.input_processor import check_task
+from trio_llm.frontend.requests.input_processor import check_task, make_external_id
 from trio_llm.frontend.requests.pooling import cosine, run_in_order
 from trio_llm.frontend.requests.stream import RequestStream
 from trio_llm.outputs import RequestOutput
@@ -64,7 +63,7 @@ class LibraryCalls(EngineClient):
         """The whole answer to a conversation.
 
         Args:
-            messages: of roles that the model's chat template knows; the last one is usually the user's.
+            messages: with roles that the model's chat template knows; the last one is usually the user's.
             template_kwargs: extra variables of the template.
             fields: as `complete`.
 
@@ -125,7 +124,7 @@ class LibraryCalls(EngineClient):
             messages, template_kwargs: as `chat`.
             request_id, priority, cache_salt: as `EngineClient.generate`.
         """
-        request_id = request_id if request_id is not None else uuid.uuid4().hex
+        request_id = make_external_id(request_id)
 
         async def render() -> RequestStream:
             self.check_admission()  # before the costly part
@@ -161,9 +160,9 @@ class LibraryCalls(EngineClient):
         Cancellation: leaving the block, by any way, aborts in the engine what is unfinished.
 
         Raises (from the iteration):
-            What `complete` raises, for the first prompt that fails: after the answers to those before it, or, not
-            `ordered`, as soon as the answers are taken that came before. No further prompt is begun then, what runs is
-            aborted, and the iteration is over. Errors of `prompts` itself come the same way.
+            What `complete` raises, for the first prompt that fails: in its turn, or without `ordered` after the answers
+            that came before it. No further prompt is begun then, what runs is aborted, and the iteration is over.
+            Errors of `prompts` itself come the same way.
 
         Raises (at once):
             ValueError: `max_in_flight` is below 1.

@@ -89,7 +89,7 @@ def check_cache_salt(cache_salt: str | None) -> None:
     if cache_salt is None:
         return
     if not isinstance(cache_salt, str) or not 1 <= len(cache_salt) <= MAX_CACHE_SALT_CHARS:
-        # Not quoted: it may be somebody's secret.
+        # Not quoted: it may be a secret.
         raise InvalidRequestError(
             f"cache_salt must be a string of 1 to {MAX_CACHE_SALT_CHARS} characters; leave it out to share with all "
             "requests that have none",

@@ -1,4 +1,4 @@
-"""What the output handler counts, and the interface of those who record it.
+"""What is counted per engine, and `StatLogger`, the interface for recording it.
 
 Pure.
 """
@@ -34,12 +34,12 @@ class IterationStats:
     """What one drained batch of engine outputs held."""
 
     num_prompt_tokens: int = 0
-    """Of requests whose first token, or vector, came."""
+    """Prompt tokens of requests whose first token, or vector, came."""
     num_queried_tokens: int = 0
-    """Prompt tokens that the prefix cache was asked for: of these requests, but not of a session's later inputs, which
-    come behind what it has."""
+    """Prompt tokens that the prefix cache was asked for: those of these requests, but not of a session's later inputs,
+    which follow what the session has."""
     num_cached_tokens: int = 0
-    """Of those, the ones that were in it when the request came."""
+    """How many of the queried tokens were in the cache when the request came."""
     num_generation_tokens: int = 0
     time_to_first_token_s: list[float] = field(default_factory=list)
     inter_token_latency_s: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """Detokenizer: token ids that arrive in pieces become text in pieces, equal to decoding them all at once.
 
-Pure; knows no tokenizer library: `rendering/tokenizer.py` makes the `TokenTable`. Used by the output processor, one
-detokenizer a request.
+Pure; needs no tokenizer library: `rendering/tokenizer.py` makes the `TokenTable`. Used by the output processor, which
+has one detokenizer per request.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ TokenScheme = Literal["bytes", "byte_fallback", "decode"]
 
 `bytes`: every id stands for bytes, their concatenation is UTF-8 (byte-level BPE).
 `byte_fallback`: the same, but an invalid byte shows as one U+FFFD of its own (SentencePiece with byte tokens).
-`decode`: only the tokenizer itself knows (WordPiece, Metaspace and the rest).
+`decode`: only the tokenizer itself can decode (WordPiece, Metaspace and the rest).
 """
 
 REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 MAX_HELD_BYTES: Final = 3
-"""A character of UTF-8 has four bytes at most, so an unfinished one has three."""
+"""A character of UTF-8 has at most four bytes, so an unfinished one has at most three."""
 
 _EACH_BYTE: Final = "trio_llm.replace_each_byte"
 
@@ -49,7 +49,7 @@ class TokenIdError(EngineGenerateError, ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TokenTable:
-    """What each id stands for, in plain tables. One for a model, shared by all requests."""
+    """What each id stands for, in plain tables. One per model, shared by all requests."""
 
     logits_width: int
     """Number of ids that the model can emit."""
@@ -58,11 +58,11 @@ class TokenTable:
     special_ids: frozenset[int]
     scheme: TokenScheme
     decode: Callable[[list[int], bool], str]
-    """Ids and `skip_special_tokens` to text, as the tokenizer has it. Only called with the scheme `decode`."""
+    """Ids and `skip_special_tokens` to text, by the tokenizer itself. Only called with the scheme `decode`."""
     strips_first_space: bool = False
     """One space at the very start of prompt and answer together is not part of the text."""
     bytes_without_special: list[bytes] = field(init=False)
-    """`bytes_by_id` with nothing for special tokens."""
+    """`bytes_by_id` with empty bytes for special tokens."""
 
     def __post_init__(self) -> None:
         assert self.logits_width == len(self.bytes_by_id)
@@ -77,7 +77,7 @@ class TokenTable:
         return self.bytes_without_special if skip_special_tokens else self.bytes_by_id
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes of any id, special or not; empty for those that the tokenizer does not know.
+        """The bytes of any id, special or not; empty if the tokenizer does not know it.
 
         Raises:
             TokenIdError: the model cannot emit this id.
@@ -93,7 +93,7 @@ class TokenTable:
 
 
 class Detokenizer(Protocol):
-    """The text of one answer, piece by piece. The pieces do not depend on how the ids are cut, once joined."""
+    """The text of one answer, piece by piece. However the ids are cut, the pieces joined are the same text."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
         """Take the next ids and return the text that is certain now, without any of the prompt's.
@@ -107,7 +107,7 @@ class Detokenizer(Protocol):
         ...
 
     def finish(self) -> str:
-        """What was held back, as U+FFFD. The next ids would start afresh."""
+        """What was held back, as U+FFFD. Ids that follow would start a new text."""
         ...
 
 
@@ -124,8 +124,8 @@ def make_detokenizer(
 
     Args:
         spaces_between_special_tokens: False: special tokens that follow each other are joined without the space that
-            the tokenizer's decoder may put there. Of no effect on special tokens that are not shown, and with tables,
-            where nothing stands between tokens.
+            the tokenizer's decoder may put there. Without effect on special tokens that are not shown, and with
+            tables, where nothing stands between tokens.
     """
     if table.scheme != "decode":
         return _TableDetokenizer(table, prompt_token_ids, skip_special_tokens=skip_special_tokens)
@@ -135,7 +135,7 @@ def make_detokenizer(
 
 
 class _TableDetokenizer:
-    """One look-up a token, then UTF-8 with the tail of an unfinished character kept.
+    """One look-up per token, then UTF-8; the tail of an unfinished character is kept.
 
     Equal to the tokenizer's own decoder, with one exception that no incremental decoder can avoid: in a run of
     byte-fallback tokens that is invalid somewhere, the tokenizer replaces every byte of the run, this one only the
@@ -151,18 +151,18 @@ class _TableDetokenizer:
         tail = self._last_bytes(prompt_token_ids)
         _, used = utf_8_decode(tail, "replace", False)
         self._pending = b"" if _is_hopeless(tail[used:]) else tail[used:]
-        # What the pending bytes of the prompt show as, if the answer does not complete them: the prompt's, not ours.
+        # What the prompt's pending bytes show as if the answer does not complete them: text of the prompt.
         self._owed = utf_8_decode(self._pending, self._errors, True)[0]
         self._strip = table.strips_first_space and not tail
         self._is_edge = bool(self._pending) or self._strip  # one flag, as `feed` asks for every token
 
     def feed(self, token_ids: Sequence[int]) -> str:
         shown_bytes = self._shown_bytes
-        # The usual case, one token, spares itself a list and a join.
+        # The usual case is one token, which needs no list and no join.
         try:
             if len(token_ids) == 1:
                 token_id = token_ids[0]
-                if token_id < 0:  # to Python it counts from the end
+                if token_id < 0:  # Python would count from the end
                     self._table.check(token_ids)
                 data = shown_bytes[token_id]
             else:
@@ -188,7 +188,7 @@ class _TableDetokenizer:
         return text
 
     def _decode_edge(self, data: bytes) -> str:
-        """As the end of `feed`, but where a character or the answer begins."""
+        """The end of `feed`, where a character is unfinished or the answer begins."""
         if not data:
             return ""
         data = self._pending + data
@@ -226,19 +226,19 @@ class _TableDetokenizer:
 
 
 def _is_hopeless(tail: bytes) -> bool:
-    """An encoded surrogate: Python's decoder waits for its third byte, although it can never become valid."""
+    """It is an encoded surrogate: Python's decoder waits for the third byte, but it can never become valid."""
     return len(tail) == 2 and tail[0] == 0xED and tail[1] >= 0xA0
 
 
 def _shown_ids_backwards(shown_bytes: list[bytes], token_ids: Sequence[int]) -> Iterator[int]:
-    # A prompt may hold ids that the model can read but not emit, so it is no error here.
+    # A prompt may have ids that the model can read but not emit, so they are no error here.
     return (i for i in reversed(token_ids) if 0 <= i < len(shown_bytes) and shown_bytes[i])
 
 
 class _WindowDetokenizer:
     """Decodes the last few tokens with and without the new one, and shows the difference.
 
-    Exact for decoders that look at no more than the neighbours of a token. A few microseconds a token.
+    Exact for decoders that look at no more than the neighbours of a token. A few microseconds per token.
     """
 
     __slots__ = ("_decode_ids", "_num_fresh", "_owed", "_shown", "_shown_bytes", "_skip", "_table", "_window")
@@ -246,7 +246,7 @@ class _WindowDetokenizer:
     CONTEXT: Final = 8
     """Tokens of the prompt that the window starts with."""
     MAX_FRESH: Final = 16
-    """Tokens since the window was last cut that keep it uncut, if the text ends in U+FFFD all the while."""
+    """While the text ends in U+FFFD, the window is cut only after so many tokens."""
 
     def __init__(
         self,
@@ -274,7 +274,7 @@ class _WindowDetokenizer:
     def feed(self, token_ids: Sequence[int]) -> str:
         self._table.check(token_ids)
         shown = [i for i in token_ids if self._shown_bytes[i]]
-        # One by one, so that several at once give what they would have given alone.
+        # One by one, so that several at once give what each would have given alone.
         return "".join([self._step(token_id) for token_id in shown])
 
     def finish(self) -> str:
@@ -295,10 +295,10 @@ class _WindowDetokenizer:
         self._num_fresh += 1
         text = self._decode(self._window)
         if not text.startswith(self._shown):
-            # An unfinished run of byte tokens hides what was complete before it; it may end well.
+            # An unfinished run of byte tokens hides what was complete before it. It may still become valid.
             if text.endswith(REPLACEMENT) and self._num_fresh <= MAX_HELD_BYTES:
                 return ""
-            # It did not: go on without the context.
+            # It did not become valid: go on without the context.
             self._window = self._window[-self._num_fresh :]
             self._shown = ""
             text = self._decode(self._window)
@@ -332,7 +332,7 @@ class _WindowDetokenizer:
 
 
 def _decode_tightly(table: TokenTable, token_ids: list[int], skip_special_tokens: bool) -> str:
-    """The text of these ids, with nothing between special tokens that follow each other: they are decoded apart."""
+    """The text of these ids, with nothing between special tokens that follow each other: each is decoded alone."""
     text, first = "", 0
     for index in range(1, len(token_ids)):
         if token_ids[index] in table.special_ids and token_ids[index - 1] in table.special_ids:

@@ -1,4 +1,4 @@
-"""Log-probabilities: the engine's rows of ids and numbers get the text and the bytes of their tokens.
+"""make_token_logprobs: the engine's rows of ids and numbers get the text and the bytes of their tokens.
 
 Pure. Used by the output processor, once per token of requests that asked for them.
 """
@@ -14,7 +14,7 @@ from trio_llm.wire.messages import LogprobRow
 __all__ = ["LOGPROB_FLOOR", "TokenNames", "make_token_logprobs"]
 
 LOGPROB_FLOOR: Final = -9999.0
-"""Stands for minus infinity, which JSON cannot say."""
+"""Stands for minus infinity, which JSON does not have."""
 
 
 class TokenNames(Protocol):

@@ -13,15 +13,15 @@ __all__ = ["StopScanner"]
 
 
 class StopScanner:
-    """Cuts a text at the stop string that completes first; of several that complete together, the first listed.
+    """Cuts a text at the stop string that is complete first; if several are at once, at the one that is listed first.
 
     The answer does not depend on how the text is cut into pieces. Text is held back only while its end is the
     beginning of some stop string. One automaton per stop string (Knuth, Morris, Pratt) keeps how much of it the text
     ends with, so the cost per character has a bound and shown text is never looked at again.
 
     Args:
-        stops: strings that are not empty; none at all lets everything through.
-        include_stop: the stop string itself is shown, once.
+        stops: strings that are not empty. With none, all text is shown.
+        include_stop: the stop string itself is shown.
     """
 
     __slots__ = ("_any_first_char", "_automata", "_held", "_include_stop", "_matched", "found")
@@ -65,19 +65,20 @@ class StopScanner:
         return self._show(text, num_held)
 
     def pass_through(self, text: str) -> str:
-        """Take text in which no stop string may be found, nor begin. Returns it, after what was held back."""
+        """Take text in which no stop string counts, not even the beginning of one. Returns all text so far that was
+        not shown."""
         if self.found is not None:
             return ""
         return self.finish() + text
 
     def finish(self) -> str:
-        """The text is over: what was held back, as no stop string came of it."""
+        """The text is over. Returns what was held back: no stop string came of it."""
         held, self._held = self._held, ""
         self._matched = [0] * len(self._automata)
         return held
 
     def _advance(self, char: str) -> str | None:
-        """One character on; returns the stop string that is complete with it."""
+        """Take one character. Returns the stop string that is complete with it."""
         complete = None
         matched = self._matched
         for index, (stop, fallbacks) in enumerate(self._automata):

@@ -1,7 +1,7 @@
 """Parallel sampling: one request for n choices becomes n requests to the engine, and their ends become one.
 
-Pure. Used by `RequestRegistry`, which sends the children, the output processor and the collector. The engine computes
-the prompt for the first child, and the others find it in the prefix cache, but for its last, unfilled block.
+Pure. Used by `RequestRegistry`, which sends the children, by the output processor and by the collector. The engine
+computes the prompt for the first child. The others find it in the prefix cache, except for its last, unfilled block.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def fan_out(request: EngineCoreRequest) -> list[EngineCoreRequest]:
 
 
 def num_scorings(params: SamplingParams) -> int:
-    """How many of the children tell the prompt's log-probabilities.
+    """How many of the children give the prompt's log-probabilities.
 
-    One prompt, one scoring; but with DELTA, any of the choices may be the first to be read.
+    One would do, since the prompt is the same. But with DELTA, any of the choices may be the first to be read.
     """
     return params.n if params.output_kind is RequestOutputKind.DELTA and not params.is_greedy else 1
 
