@@ -69,12 +69,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._engines = [Engine(index, core, config) for index, core in enumerate(cores)]
         self._totals = Totals(num_engines=len(cores))
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], num_engines=len(cores))
-        limits = AdmissionLimits(
-            max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens
-        )
-        self._registry = RequestRegistry(
-            self._engines, self._recorder, AdmissionLedger(limits, self._recorder.rejection)
-        )
+        ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
+        self._registry = RequestRegistry(self._engines, self._recorder, ledger)
         self._submitter = RequestSubmitter(self, self._registry)
         self._control = EngineControl(self._engines, self._check_ready)
         self._kv_events = KVEventHub(len(cores))
