@@ -368,6 +368,18 @@ async def test_a_request_goes_to_the_engine_with_the_fewest_and_all_its_choices_
     assert traffic.submit().engine_index == 0, "the first one of those with as few"
 
 
+async def test_engines_that_are_down_get_no_new_requests_while_another_one_is_up() -> None:
+    traffic = Traffic()
+    traffic.lose(0)
+
+    indices = [traffic.submit().engine_index for _ in range(3)]
+    traffic.lose(1)
+    indices.append(traffic.submit().engine_index)
+    traffic.check()
+
+    assert indices == [1, 1, 1, 0], "the last one waits, where fewer wait"
+
+
 async def test_the_inputs_of_a_session_go_to_one_engine() -> None:
     traffic = Traffic()
     session = traffic.open_session()

@@ -22,7 +22,7 @@ from trio_llm.outputs import FinishReason
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
-__all__ = ["EngineLink", "EngineRequests", "make_blame"]
+__all__ = ["EngineLink", "EngineRequests", "find_least_busy", "make_blame"]
 
 
 class EngineLink(Protocol):
@@ -226,6 +226,15 @@ def make_blame(suspect: InFlightRequest, reason: str) -> EngineGenerateError:
         f"engines die of this request: {suspect.state.num_deaths} did without a token of it, at last with no other "
         f"request to blame: {reason}"
     )
+
+
+def find_least_busy(engines: Sequence[EngineRequests]) -> int:
+    """The index of the engine with the fewest unfinished requests, and of several the first one.
+
+    Engines that are up come before those that are being started again. Dead ones are not considered, unless all are.
+    """
+    alive = [engine for engine in engines if not engine.link.is_dead] or engines
+    return min(alive, key=lambda engine: (not engine.link.is_up, engine.num_in_flight)).link.index
 
 
 def _make_resumed(request: InFlightRequest, now_s: float) -> EngineCoreRequest:

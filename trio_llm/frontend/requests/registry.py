@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,7 +18,7 @@ import trio
 from trio_llm.errors import CodecError, EngineDeadError, InvalidRequestError, fresh
 from trio_llm.frontend.requests.admission import AdmissionLedger
 from trio_llm.frontend.requests.collector import RequestOutputCollector
-from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests, make_blame
+from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests, find_least_busy, make_blame
 from trio_llm.frontend.requests.in_flight import InFlightRequest, make_choices
 from trio_llm.frontend.requests.invariants import check_requests
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
@@ -42,8 +43,7 @@ class RequestRegistry:
     Args:
         engines: at least one, in the order of their indices.
         ledger: counts the requests that are in here.
-        choose_engine: gives the index of the engine for a new request. None: of the engines that are up, the one with
-            the fewest unfinished requests, and of these the first one.
+        choose_engine: gives the index of the engine for a new request. None: as `find_least_busy`.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class RequestRegistry:
         self._recorder = recorder
         self._ledger = ledger
         self._idle_waiters = trio.lowlevel.ParkingLot()
-        self._choose_engine = choose_engine if choose_engine is not None else self._least_busy
+        self._choose_engine = choose_engine or partial(find_least_busy, self._engines)
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no request comes before."""
 
@@ -89,14 +89,6 @@ class RequestRegistry:
         self._ledger.check_counts(request.state for request in self.in_flight.values())
         for engine in self._engines:
             engine.check()
-
-    def _least_busy(self) -> int:
-        """An engine that is up, if there is one; else one that will be."""
-        alive = [index for index, engine in enumerate(self._engines) if not engine.link.is_dead]
-        return min(
-            alive or range(len(self._engines)),
-            key=lambda index: (not self._engines[index].link.is_up, self._engines[index].num_in_flight),
-        )
 
     # -------------------------------------------------------------------------------------- arriving
 
