@@ -100,8 +100,10 @@ class Engine:
 
     def acknowledge(self) -> None:
         """Give the engine credit for the messages that were taken, if enough have come together."""
-        if step := self._sequence.take_ack():
-            self.core.send_nowait(Ack(step))
+        sequence = self._sequence
+        if sequence.last_step - sequence.num_acknowledged >= sequence.ack_steps:
+            sequence.num_acknowledged = sequence.last_step
+            self.core.send_nowait(Ack(sequence.last_step))
 
     # -------------------------------------------------------------------------------------- state
 

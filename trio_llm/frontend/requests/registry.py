@@ -103,7 +103,7 @@ class RequestRegistry:
             InvalidRequestError: it has no form on the wire, or more choices than may ever be unfinished.
         """
         assert self.processor is not None
-        children = fan_out(request)
+        children = fan_out(request) if request.params.n > 1 else [request]
         self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
         engine_index = self._choose_engine()
         choices = make_choices(request, children, self.processor, external_id, arrived_s, engine_index)

@@ -14,7 +14,6 @@ import trio
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.requests.deadlines import seconds_left
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
     InputProcessor,
@@ -27,7 +26,7 @@ from trio_llm.frontend.requests.input_processor import (
 from trio_llm.frontend.requests.pooling import result_of
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.sessions import Session, StreamingInput, check_session_params
-from trio_llm.frontend.requests.stream import GenerateStream
+from trio_llm.frontend.requests.stream import GenerateStream, seconds_left
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
