@@ -14,9 +14,15 @@ from trio_llm.cli.main import app
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.fake import BLOCK_SIZE
 from trio_llm.engine.scheduling.block_hash import NO_SALT, extend_hashes
+from trio_llm.engine.scheduling.limits import (
+    MAX_PROMPT_LOGPROB_COST,
+    MAX_PROMPT_LOGPROB_COST_CUDA,
+    prompt_logprob_cost,
+)
 from trio_llm.engine.scheduling.sequence import TRANSITIONS, SequenceState
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.sampling import MAX_LOGPROBS
 from trio_llm.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored
 
 PAGE: Final = (Path(__file__).parents[1] / "docs" / "scheduling.md").read_text()
@@ -71,5 +77,10 @@ def test_the_numbers_of_the_page_are_the_codes() -> None:
     assert f"*blocks* of {BLOCK_SIZE} tokens" in text
     assert f"`--max-num-batched-tokens` tokens ({config.max_num_batched_tokens})" in text
     assert f"`--max-num-seqs` sequences ({config.max_num_seqs})" in text
+    assert f"`--step-time-target` ({config.step_time_target_s} seconds)" in text
+    num_positions = MAX_PROMPT_LOGPROB_COST // prompt_logprob_cost(MAX_LOGPROBS)
+    assert f"at most {num_positions} of them with {MAX_LOGPROBS} alternatives" in text
+    assert f"or {MAX_PROMPT_LOGPROB_COST // prompt_logprob_cost(0)} with none" in text
+    assert f"({MAX_PROMPT_LOGPROB_COST_CUDA // MAX_PROMPT_LOGPROB_COST} times as many on a GPU)" in text
     assert f"a hash of {len(hashes[0])} bytes" in text
     assert f"may be {max_unread} batches behind" in text

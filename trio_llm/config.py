@@ -88,6 +88,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sequences in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step, prompts and answers together."""
+    step_time_target_s: float = 0.2
+    """Seconds that a step should take at most while answers are generated: prompts beside them are cut into pieces that
+    fit. 0: prompts always get the whole token budget."""
     num_gpu_blocks_override: int | None = None
     """KV blocks, on whatever device; None: by memory."""
     kv_cache_memory_bytes: int | None = None
@@ -121,6 +124,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive("--max-model-len", self.max_model_len)
         _check_positive("--max-num-seqs", self.max_num_seqs)
         _check_positive("--max-num-batched-tokens", self.max_num_batched_tokens)
+        _check_seconds("--step-time-target", self.step_time_target_s, zero=True)
         _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
         _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
         if self.run_ahead not in (None, 0, 1):

@@ -107,7 +107,7 @@ def test_no_option_changes_no_default(served: list[Any]) -> None:
 def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> None:
     line = (
         f"serve {tmp_path} --dtype float32 --device cpu --max-model-len 2k --max-num-seqs 8 "
-        "--max-num-batched-tokens 1K --max-num-queued-reqs 1k --max-num-queued-tokens 1M "
+        "--max-num-batched-tokens 1K --step-time-target 0.5 --max-num-queued-reqs 1k --max-num-queued-tokens 1M "
         "--num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M --disable-prefix-caching --run-ahead 1 "
         "--host 0.0.0.0 --port 0 --allow-unauthenticated --served-model-name a --served-model-name b "
         "--on-engine-death exit --max-engine-restarts 3 --stall-timeout 9.5 "
@@ -124,6 +124,7 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         max_model_len=2000,
         max_num_seqs=8,
         max_num_batched_tokens=1024,
+        step_time_target_s=0.5,
         max_num_queued_reqs=1000,
         max_num_queued_tokens=1024**2,
         num_gpu_blocks_override=100,

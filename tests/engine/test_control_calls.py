@@ -32,14 +32,19 @@ class Engine:
 
     def send(self, *messages: Any) -> None:
         for message in messages:
-            self.core.handle(message, 0.0)
+            self.core.handle(message)
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            if outputs := self.core.step(0.0):
-                self.messages.append(outputs)
-                self.rows += outputs.outputs
-                self.results |= {result.call_id: result for result in outputs.utility_results}
+            for answer in self.core.take_answers():
+                self.take(answer)
+            if outputs := self.core.step():
+                self.take(outputs)
+
+    def take(self, outputs: EngineCoreOutputs) -> None:
+        self.messages.append(outputs)
+        self.rows += outputs.outputs
+        self.results |= {result.call_id: result for result in outputs.utility_results}
 
     def run(self) -> None:
         """Step until the engine has nothing to do."""
@@ -509,7 +514,7 @@ def test_a_path_that_no_file_can_have_is_the_callers_fault(path: str) -> None:
 def test_profiles_need_a_folder_of_the_operators_and_a_real_device(tmp_path: Path) -> None:
     without = an_engine().call("start_profile")
     config = EngineConfig(fake=FakeEngineConfig(), profile_dir=str(tmp_path))
-    engine = Engine(EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=1))
+    engine = Engine(EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=1, clock=lambda: 0.0))
 
     assert without.error_kind == "unsupported"
     assert "--profile-dir" in str(without.error)

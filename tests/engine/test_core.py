@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -28,7 +29,12 @@ from trio_llm.wire.messages import (
 
 
 def a_core(
-    *, credit_steps: int = 1000, run_ahead: int | None = None, kv_events: bool = False, **fake: Any
+    *,
+    credit_steps: int = 1000,
+    run_ahead: int | None = None,
+    kv_events: bool = False,
+    clock: Callable[[], float] = lambda: 0.0,
+    **fake: Any,
 ) -> EngineCore:
     config = EngineConfig(
         fake=FakeEngineConfig(model_dir="/m", **fake),
@@ -39,7 +45,7 @@ def a_core(
         run_ahead=run_ahead,
         kv_events=kv_events,
     )
-    return EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=3)
+    return EngineCore(load_fake(config, lambda *_: None, model_dir="/m"), config, epoch=3, clock=clock)
 
 
 def a_request(request_id: str = "r", prompt: list[int] | None = None, **fields: Any) -> EngineCoreRequest:
@@ -59,16 +65,22 @@ def a_pooling_request(
     )
 
 
+def turn(core: EngineCore) -> list[EngineCoreOutputs]:
+    """What the loop sends in one turn."""
+    answers = core.take_answers()
+    outputs = core.step()
+    return answers if outputs is None else [*answers, outputs]
+
+
 def run(core: EngineCore, *messages: Any) -> list[EngineCoreOutput]:
     """Handle the messages, then step until nothing is left to do."""
     for message in messages:
-        core.handle(message, 0.0)
+        core.handle(message)
     rows: list[EngineCoreOutput] = []
     for _ in range(1000):
         if not core.is_busy:
             return rows
-        outputs = core.step(0.0)
-        rows += outputs.outputs if outputs else []
+        rows += [row for outputs in turn(core) for row in outputs.outputs]
     raise AssertionError("the engine is never done")
 
 
@@ -110,9 +122,9 @@ def test_running_ahead_launches_a_step_before_it_reads_the_one_before_and_change
 
 def test_an_abort_while_two_steps_are_in_flight_frees_everything() -> None:
     core = a_core(run_ahead=1)
-    core.handle(a_request(prompt=[1] * 40, max_tokens=50), 0.0)
+    core.handle(a_request(prompt=[1] * 40, max_tokens=50))
     for _ in range(6):
-        core.step(0.0)
+        core.step()
 
     rows = run(core, Abort(["r"]))
 
@@ -134,8 +146,8 @@ def test_kv_events_go_out_with_the_step_that_makes_them_also_when_it_has_no_rows
     sent: dict[bool, list[tuple[int, int]]] = {}
     for kv_events in (False, True):
         core = a_core(kv_events=kv_events)
-        core.handle(a_request(prompt=[1] * 70, max_tokens=1), 0.0)
-        outputs = [core.step(0.0) for _ in range(5)]
+        core.handle(a_request(prompt=[1] * 70, max_tokens=1))
+        outputs = [core.step() for _ in range(5)]
         # 16 tokens a step; the blocks have 32.
         sent[kv_events] = [(i, len(o.kv_events)) for i, o in enumerate(outputs) if o is not None]
         assert not core.is_busy
@@ -150,7 +162,7 @@ def test_kv_events_go_out_without_credit_too() -> None:
     core._scheduler.reset_prefix_cache()
 
     assert core.is_busy
-    outputs = core.step(0.0)
+    outputs = core.step()
 
     assert outputs is not None
     assert AllBlocksCleared() in outputs.kv_events
@@ -159,9 +171,9 @@ def test_kv_events_go_out_without_credit_too() -> None:
 
 def test_messages_carry_the_epoch_and_a_count() -> None:
     core = a_core()
-    core.handle(a_request(), 0.0)
+    core.handle(a_request())
 
-    sent = [core.step(0.0) for _ in range(3)]
+    sent = [core.step() for _ in range(3)]
 
     assert [(o.epoch, o.step) for o in sent if o] == [(3, 1), (3, 2), (3, 3)]
 
@@ -213,54 +225,53 @@ def test_every_abort_is_confirmed_also_of_ids_that_nobody_knows() -> None:
 
 def test_without_credit_no_token_is_computed_and_confirmations_still_go_out() -> None:
     core = a_core(credit_steps=2)
-    core.handle(a_request(max_tokens=10), 0.0)
-    assert core.step(0.0)
-    assert core.step(0.0)
+    core.handle(a_request(max_tokens=10))
+    assert core.step()
+    assert core.step()
 
     assert not core.is_busy
-    assert core.step(0.0) is None
-    core.handle(Abort(["unknown"]), 0.0)
-    answer = core.step(0.0)
-    assert answer is not None
+    assert core.step() is None
+    core.handle(Abort(["unknown"]))
+    (answer,) = turn(core)
     assert [row.request_id for row in answer.outputs] == ["unknown"]
-    core.handle(Ack(3), 0.0)
+    core.handle(Ack(3))
     assert core.is_busy
-    rows = core.step(0.0)
+    rows = core.step()
     assert isinstance(rows, EngineCoreOutputs)
     assert rows.outputs[0].start == 2
 
 
 def test_an_ack_of_messages_that_were_never_sent_gives_no_credit() -> None:
     core = a_core(credit_steps=2)
-    core.handle(Ack(2**60), 0.0)
-    core.handle(a_request(max_tokens=10), 0.0)
+    core.handle(Ack(2**60))
+    core.handle(a_request(max_tokens=10))
 
-    assert core.step(0.0)
-    assert core.step(0.0)
-    assert core.step(0.0) is None
+    assert core.step()
+    assert core.step()
+    assert core.step() is None
 
 
 @pytest.mark.parametrize("call", [UtilityCall(7, "no_such_method"), UtilityCall(7, "ping", [1, 2, 3])])
 def test_a_call_that_fails_is_answered_and_the_engine_goes_on(call: UtilityCall) -> None:
     core = a_core()
-    core.handle(call, 0.0)
+    core.handle(call)
 
-    outputs = core.step(0.0)
+    (outputs,) = core.take_answers()
 
-    assert outputs is not None
     (result,) = outputs.utility_results
     assert (result.call_id, result.error is None) == (7, False)
     assert len(run(core, a_request())) == 3
 
 
 def test_a_deadline_counts_from_arrival_and_drops_what_still_waits() -> None:
-    core = a_core()
-    core.handle(a_request("late", deadline_s=5.0), 100.0)
-    core.handle(a_request("in time", deadline_s=50.0), 100.0)
+    now_s = 100.0
+    core = a_core(clock=lambda: now_s)
+    core.handle(a_request("late", deadline_s=5.0))
+    core.handle(a_request("in time", deadline_s=50.0))
+    now_s = 106.0
 
-    outputs = core.step(106.0)
+    (outputs,) = core.take_answers()
 
-    assert outputs is not None
     errors = [row.request_id for row in outputs.outputs if row.finish_reason == "error"]
     assert errors == ["late"]
     assert [row.request_id for row in outputs.outputs if row.is_expired] == ["late"]
@@ -292,16 +303,15 @@ MESSAGES = st.one_of(
 def test_no_mix_of_messages_ends_the_engine_or_leaks_a_block(messages: list[Any]) -> None:
     core = a_core(credit_steps=10**9)
 
-    for message in messages:  # None stands for a step
+    for message in messages:  # None stands for a turn of the loop
         if message is None:
-            core.step(0.0)
+            turn(core)
         else:
-            core.handle(message, 0.0)
+            core.handle(message)
     run(core, Abort(["a", "b", "c"]))
 
-    core.handle(UtilityCall(99, "check_scheduler"), 0.0)
-    outputs = core.step(0.0)
-    assert outputs is not None
+    core.handle(UtilityCall(99, "check_scheduler"))
+    (outputs,) = core.take_answers()
     assert outputs.utility_results[-1].value == {
         "num_running": 0,
         "num_waiting": 0,
@@ -365,8 +375,8 @@ def test_an_input_that_the_front_end_should_have_refused_ends_its_session_alone(
 
 def test_an_input_before_the_answer_is_over_ends_its_session_alone() -> None:
     core = a_core()
-    core.handle(a_request(resumable=True), 0.0)
-    core.step(0.0)
+    core.handle(a_request(resumable=True))
+    core.step()
 
     (row,) = run(core, Continue("r", [1], PARAMS))
 

@@ -22,7 +22,15 @@ from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import StepPlan
 from trio_llm.pooling import PoolingKind, PoolingParams
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import NO_SAMPLING, Abort, Continue, EngineCoreOutput, EngineCoreRequest, UtilityCall
+from trio_llm.wire.messages import (
+    NO_SAMPLING,
+    Abort,
+    Continue,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    UtilityCall,
+)
 
 FAKE = FakeEngineConfig(logits_width=LOGITS_WIDTH, eos_token_ids=(), max_model_len=1024)
 
@@ -96,12 +104,12 @@ class Everything(RuleBasedStateMachine):
             credit_steps=10**9,
         )
         self.executor = Watched(num_blocks=num_blocks, config=config)
-        self.core = EngineCore(self.executor, config, epoch=1)
+        self.core = EngineCore(self.executor, config, epoch=1, clock=lambda: self.now_s)
         self.executor.scheduler = self.core._scheduler
         self.max_len = self.executor.info.max_model_len
 
     def handle(self, message: EngineCoreRequest | Continue | Abort | UtilityCall) -> None:
-        self.core.handle(message, self.now_s)
+        self.core.handle(message)
         self.core._scheduler.check()
 
     def answer(self, tokens: list[int], params: SamplingParams) -> list[int]:
@@ -199,11 +207,16 @@ class Everything(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> None:
-        outputs = self.core.step(self.now_s)
+        for answer in self.core.take_answers():
+            self.take_message(answer)
+        if outputs := self.core.step():
+            self.take_message(outputs)
         self.core._scheduler.check()
-        for row in outputs.outputs if outputs else []:
+
+    def take_message(self, outputs: EngineCoreOutputs) -> None:
+        for row in outputs.outputs:
             self.take(row)
-        for result in outputs.utility_results if outputs else []:
+        for result in outputs.utility_results:
             assert result.error is None
             assert not self.calls[result.call_id], "a call is answered twice"
             self.calls[result.call_id] = True
@@ -251,7 +264,7 @@ class Everything(RuleBasedStateMachine):
             assert times <= 1 + self.executor.sequences[name].num_preemptions, "computed twice without a reason"
         assert all(self.calls.values()), "a call is not answered"
 
-        self.core.handle(Abort(sorted(self.idle)), self.now_s)
+        self.core.handle(Abort(sorted(self.idle)))
         self.step()
         assert self.core.stats.num_free_blocks == self.core.stats.num_blocks
         assert self.core.stats.num_running == self.core.stats.num_waiting == 0

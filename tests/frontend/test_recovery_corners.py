@@ -15,7 +15,7 @@ from trio_llm.errors import EngineGenerateError, EngineStartupError, InvalidRequ
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.testing import FakeLLM
-from trio_llm.wire.messages import EngineCoreRequest, ModelConfig, ToEngine
+from trio_llm.wire.messages import EngineCoreRequest, ModelConfig, ToEngine, UtilityCall
 
 BOUND_S = 10_000.0
 """By the mock clock."""
@@ -131,14 +131,23 @@ async def test_a_suspect_that_is_dropped_for_its_deadline_does_not_hold_up_the_n
                     assert resumption.on_trial is second
 
 
-async def test_an_engine_may_take_long_to_be_brought_to_where_the_dead_one_was(autojump_clock: MockClock) -> None:
+async def test_an_engine_may_take_long_to_be_brought_to_where_the_dead_one_was(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with open_checked_llm(answer="Hi", **restarting(stall_timeout_s=4.0)) as llm:
         await llm.update_weights("/tmp", version="2")
+        remember = llm._remember
+
+        def take_long_to_read_weights(message: ToEngine) -> None:
+            remember(message)
+            if isinstance(message, UtilityCall) and message.method == "update_weights":
+                llm.stall()
+
+        monkeypatch.setattr(llm, "_remember", take_long_to_read_weights)
         llm.kill()
         await wait_for(llm, "recovering")
         await wait_for(llm, "ready")
 
-        llm.stall()  # it reads the weights of the update again
         async with trio.open_nursery() as nursery:
             nursery.start_soon(llm.complete, "Hello")
             await trio.sleep(100)

@@ -106,6 +106,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     served_model_name: options.ServedModelName = None,
     max_num_seqs: options.MaxNumSeqs = _ENGINE.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = _ENGINE.max_num_batched_tokens,
+    step_time_target_s: options.StepTimeTarget = _ENGINE.step_time_target_s,
     max_num_queued_reqs: options.MaxNumQueuedReqs = _ENGINE.max_num_queued_reqs,
     max_num_queued_tokens: options.MaxNumQueuedTokens = _ENGINE.max_num_queued_tokens,
     kv_cache_memory_bytes: options.KVCacheMemory = _ENGINE.kv_cache_memory_bytes,

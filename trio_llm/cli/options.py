@@ -94,6 +94,17 @@ MaxNumBatchedTokens = Annotated[
         rich_help_panel=_MEMORY,
     ),
 ]
+StepTimeTarget = Annotated[
+    float,
+    typer.Option(
+        "--step-time-target",
+        parser=parse_decimal,
+        metavar="S",
+        help="Seconds that a step should take at most while answers are generated; prompts beside them are cut to fit. "
+        "0: no limit.",
+        rich_help_panel=_MEMORY,
+    ),
+]
 MaxNumQueuedReqs = Annotated[
     int | None,
     typer.Option(

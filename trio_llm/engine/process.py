@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from typing import NoReturn
 
@@ -59,7 +60,7 @@ def _serve(boot: EngineBoot, link: EngineLink) -> None:
 
     tell("starting", 0, 0)
     executor = _load(boot.config, tell)
-    core = EngineCore(executor, boot.config, epoch=boot.epoch, engine_index=boot.engine_index)
+    core = EngineCore(executor, boot.config, epoch=boot.epoch, engine_index=boot.engine_index, clock=time.monotonic)
     link.send(core.ready())
     run_loop(core, link)
 

@@ -40,7 +40,7 @@ class InMemoryCoreClient:
         epoch: int = 1,
         engine_index: int = 0,
     ) -> None:
-        self.core = EngineCore(executor, config, epoch=epoch, engine_index=engine_index)
+        self.core = EngineCore(executor, config, epoch=epoch, engine_index=engine_index, clock=trio.current_time)
         self.step_s = step_s
         """May be changed at any time, for the steps that come."""
         self.on_sent: Callable[[ToEngine], None] = lambda message: None
@@ -114,21 +114,30 @@ class InMemoryCoreClient:
         if self.is_paused:
             await self._resumed.wait()
         while self._inbox:
-            self.core.handle(decode_to_engine(self._inbox.popleft()), trio.current_time())
+            self.core.handle(decode_to_engine(self._inbox.popleft()))
+        if answers := self.core.take_answers():
+            await self._send(answers, after_s=0.0)
         if not self.core.is_busy:
             await self._wait_for_input()
             return
-        outputs = self.core.step(trio.current_time())
-        if outputs is not None:
+        outputs = self.core.step()
+        await self._send([] if outputs is None else [outputs], after_s=self.step_s)
+
+    async def _send(self, messages: list[EngineCoreOutputs], *, after_s: float) -> None:
+        """Let messages arrive after a time, and not while the engine is paused."""
+        if messages:
             self._sent_s = trio.current_time()
-        await trio.sleep(self.step_s)
+        await trio.sleep(after_s)
         if self.is_paused:
             await self._resumed.wait()
-        if outputs is not None and self._dead_reason is None and not self._is_lost(outputs):
-            self._outbox.append(encode(outputs))
-            self._has_output.set()
+        for message in messages:
+            if self._dead_reason is None and not self._is_lost(message):
+                self._outbox.append(encode(message))
+                self._has_output.set()
 
     async def _wait_for_input(self) -> None:
+        if self._inbox:  # it came while answers were sent
+            return
         self._has_input = trio.Event()
         with trio.move_on_at(self._sent_s + HEARTBEAT_INTERVAL_S):
             await self._has_input.wait()

@@ -85,7 +85,9 @@ class Serving:
     """
 
     def __init__(self, executor: Executor, **settings: Any) -> None:
-        self.core = EngineCore(executor, EngineConfig(credit_steps=10 * MAX_STEPS, **settings), epoch=1)
+        self.core = EngineCore(
+            executor, EngineConfig(credit_steps=10 * MAX_STEPS, **settings), epoch=1, clock=lambda: 0.0
+        )
         self.answers: dict[str, Answer] = {}
         self.num_steps = 0
         self._inputs: dict[str, list[Continue]] = {}
@@ -102,7 +104,7 @@ class Serving:
 
     def send(self, message: ToEngine) -> None:
         """As it comes out of the codec."""
-        self.core.handle(decode_to_engine(encode(message)), 0.0)
+        self.core.handle(decode_to_engine(encode(message)))
 
     def add(self, case: Case) -> None:
         request = case.request
@@ -116,11 +118,14 @@ class Serving:
         self.run()
 
     def step(self) -> EngineCoreOutputs | None:
-        sealed = self.core.step(0.0)
+        for answer in self.core.take_answers():
+            self.take(answer)
+        sealed = self.core.step()
         self.core._scheduler.check()
         self.num_steps += 1
-        if sealed is None:
-            return None
+        return None if sealed is None else self.take(sealed)
+
+    def take(self, sealed: EngineCoreOutputs) -> EngineCoreOutputs:
         outputs = decode_from_engine(encode(sealed))
         assert isinstance(outputs, EngineCoreOutputs)
         for row in outputs.outputs:

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer
 from tests.engine.exactness.serving import Answer, Case, Serving, a_case, alone, assert_same
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor.torch_executor import TorchExecutor
-from trio_llm.engine.models.causal_lm import CausalLM
+from trio_llm.engine.models.base import Model
 from trio_llm.engine.models.load import load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.worker.kv_cache import CachePlan
@@ -44,17 +44,18 @@ def model_dir() -> Path:
 
 
 @pytest.fixture(scope="session")
-def model(model_dir: Path) -> CausalLM:
+def model(model_dir: Path) -> Model:
     return load_model(model_dir, dtype="float32", device=torch.device("cpu"))
 
 
-def executor_of(model: CausalLM, num_blocks: int) -> TorchExecutor:
+def executor_of(model: Model, num_blocks: int) -> TorchExecutor:
     model_dir = str(locate_model(EngineConfig(), lambda *_: None))
-    return TorchExecutor(model, CachePlan(num_blocks, max_model_len=32 * min(num_blocks, 36)), model_dir=model_dir)
+    cache = CachePlan(num_blocks, max_model_len=32 * min(num_blocks, 36))
+    return TorchExecutor(model, cache, model_dir=model_dir, max_num_seqs=64)
 
 
 @pytest.fixture(scope="module")
-def executor(model: CausalLM) -> TorchExecutor:
+def executor(model: Model) -> TorchExecutor:
     return executor_of(model, NUM_BLOCKS)
 
 
@@ -107,7 +108,7 @@ def test_in_chunks_and_with_a_step_launched_ahead_it_gives_the_same_tokens(
 
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_with_so_few_blocks_that_requests_preempt_each_other_it_gives_the_same_tokens(
-    model: CausalLM, cases: list[Case], reference: list[Answer], run_ahead: int
+    model: Model, cases: list[Case], reference: list[Answer], run_ahead: int
 ) -> None:
     serving = Serving(executor_of(model, TIGHT_BLOCKS), run_ahead=run_ahead)
 

@@ -285,10 +285,9 @@ def test_each_kind_of_model_tells_its_tasks_and_refuses_the_others(
         (classifier, EngineCoreRequest("r", [1], NO_SAMPLING)),
         (executor, EngineCoreRequest("r", [1], NO_SAMPLING, pooling_params=CLASSIFY)),
     ):
-        core = EngineCore(model, EngineConfig(), epoch=1)
-        core.handle(request, 0.0)
-        outputs = core.step(0.0)
-        assert outputs is not None
+        core = EngineCore(model, EngineConfig(), epoch=1, clock=lambda: 0.0)
+        core.handle(request)
+        (outputs,) = core.take_answers()
         assert outputs.outputs[0].finish_reason == "error"
         assert "the model cannot" in (outputs.outputs[0].error or "")
 

@@ -92,9 +92,9 @@ def test_logits_are_made_in_slices_that_do_not_show(
     executor: TorchExecutor, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = make_prompt(50)
-    monkeypatch.setattr(torch_executor, "_SCORE_SLICE_BYTES", 7 * 4 * VOCABULARY)
+    monkeypatch.setattr(torch_executor, "_LOGPROBS_SLICE_BYTES", 7 * 4 * VOCABULARY)
     widest = 0
-    make_logits = executor._model.logits_at
+    make_logits = executor._model.logits
 
     def watch(*args: Any) -> torch.Tensor:
         nonlocal widest
@@ -102,7 +102,7 @@ def test_logits_are_made_in_slices_that_do_not_show(
         widest = max(widest, len(logits))
         return logits
 
-    monkeypatch.setattr(executor._model, "logits_at", watch)
+    monkeypatch.setattr(executor._model, "logits", watch)
 
     assert_close(scores(executor, [make_sequence("a", prompt, scoring())])["a"], expected_rows(llama_dir, prompt))
     assert widest == 7

@@ -13,7 +13,7 @@ from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import StepPlan
 from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import EngineCoreOutput
+from trio_llm.wire.messages import EngineCoreOutput, LogprobRow
 
 BLOCK_SIZE = 4
 LOGITS_WIDTH = 16
@@ -26,6 +26,7 @@ def make_limits(
     max_num_batched_tokens: int = 32,
     max_model_len: int = 64,
     eos_token_ids: tuple[int, ...] = (),
+    max_prompt_logprob_cost: int = 1000,
     keeps_cache: bool = True,
     logs_kv_events: bool = False,
 ) -> SchedulerLimits:
@@ -37,6 +38,7 @@ def make_limits(
         max_model_len=max_model_len,
         eos_token_ids=eos_token_ids,
         logits_width=LOGITS_WIDTH,
+        max_prompt_logprob_cost=max_prompt_logprob_cost,
         keeps_cache=keeps_cache,
         logs_kv_events=logs_kv_events,
     )
@@ -63,6 +65,10 @@ class MiniEngine:
         self.tokens: dict[str, list[int]] = {}
         """Of answers, those generated before included."""
         self.finals: dict[str, EngineCoreOutput] = {}
+        self.prompt_logprobs: dict[str, list[LogprobRow]] = {}
+        """Of prompts that asked for them, so far."""
+        self.max_prefill_tokens: int | None = None
+        """What plans may have beside tokens of answers."""
         self.num_computed: Counter[tuple[str, int]] = Counter()
         """How often a position of a request was computed."""
 
@@ -72,6 +78,7 @@ class MiniEngine:
 
     def add(self, sequence: Sequence) -> Sequence:
         self.tokens[sequence.request_id] = sequence.token_ids[sequence.num_prompt_tokens :]
+        self.prompt_logprobs[sequence.request_id] = []
         self.scheduler.add(sequence)
         self.scheduler.check()
         return sequence
@@ -83,15 +90,29 @@ class MiniEngine:
 
     def begin_step(self) -> StepPlan | None:
         """Schedule and launch; `end_step` commits. None if there is nothing to do before that."""
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(max_prefill_tokens=self.max_prefill_tokens)
         self.scheduler.check()
         if plan is None:
             return None
+        self.check_budgets(plan)
         for chunk in plan.chunks:
             request_id = chunk.sequence.request_id
             self.num_computed.update((request_id, chunk.start + i) for i in range(chunk.count))
         self.in_flight.append((plan, self.executor.launch(plan)))
         return plan
+
+    def check_budgets(self, plan: StepPlan) -> None:
+        cost = sum(
+            (20 + (chunk.sequence.params.prompt_logprobs or 0)) * len(chunk.prompt_logprob_positions)
+            for chunk in plan.chunks
+        )
+        assert cost <= self.limits.max_prompt_logprob_cost
+        if plan.num_decodes and self.max_prefill_tokens is not None:
+            assert plan.num_tokens - plan.num_decodes <= self.max_prefill_tokens + self.num_last_tokens(plan)
+
+    def num_last_tokens(self, plan: StepPlan) -> int:
+        """Prompts with one token to go, which is always computed."""
+        return sum(chunk.count == 1 and chunk.samples and not chunk.is_decode for chunk in plan.chunks)
 
     def end_step(self) -> list[EngineCoreOutput]:
         """Commit the oldest step in flight."""
@@ -122,6 +143,9 @@ class MiniEngine:
             assert row.request_id not in self.finals, "a row after the last one"
             assert row.start == len(self.tokens[row.request_id]), "a gap or a repeat"
             self.tokens[row.request_id] += row.new_token_ids
+            if row.prompt_logprobs is not None:
+                assert row.prompt_logprobs_start == 1 + len(self.prompt_logprobs[row.request_id]), "a gap or a repeat"
+                self.prompt_logprobs[row.request_id] += row.prompt_logprobs
             if row.finish_reason is not None and not row.goes_on:
                 self.finals[row.request_id] = row
 

@@ -30,6 +30,7 @@ def limits_strategy(draw: st.DrawFn) -> SchedulerLimits:
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_seqs + draw(st.integers(0, 12)),
         max_model_len=draw(st.integers(BLOCK_SIZE, num_blocks * BLOCK_SIZE)),
+        max_prompt_logprob_cost=draw(st.integers(40, 200)),
         keeps_cache=draw(st.booleans()),
     )
 
@@ -39,6 +40,7 @@ params_strategy = st.builds(
     max_tokens=st.integers(3, 12),
     min_tokens=st.integers(0, 3),
     stop_token_ids=st.sampled_from([(), (1, 2, 3, 4)]),
+    prompt_logprobs=st.sampled_from([None, None, 0, 20]),
 )
 prompts = st.lists(st.integers(0, 3), min_size=1, max_size=24)
 
@@ -50,6 +52,8 @@ class Traffic(RuleBasedStateMachine):
         super().__init__()
         self.engine: MiniEngine
         self.sequences: dict[str, Sequence] = {}
+        self.num_given: dict[str, int] = {}
+        """Tokens of answers that requests came with."""
         self.gone: set[str] = set()
         """Aborted or expired."""
         self.now_s = 0.0
@@ -77,15 +81,18 @@ class Traffic(RuleBasedStateMachine):
     ) -> None:
         prompt = prompt[: self.engine.limits.max_model_len - 1]
         answer = self.answer(prompt, params)
+        given = answer[: min(num_generated, len(answer) - 1)]
         sequence = make_sequence(
             f"r{len(self.sequences)}",
             prompt,
             params,
-            generated=answer[: min(num_generated, len(answer) - 1)],
+            generated=given,
+            next_prompt_logprob=len(prompt) if given else 1,
             priority=priority,
             expires_at=None if patience_s is None else self.now_s + patience_s,
             cache_salt=cache_salt,
         )
+        self.num_given[sequence.request_id] = len(given)
         self.sequences[sequence.request_id] = self.engine.add(sequence)
 
     @precondition(lambda self: self.sequences)
@@ -133,6 +140,10 @@ class Traffic(RuleBasedStateMachine):
             if self.engine.scheduler.has_unfinished or self.engine.in_flight:
                 self.engine.step()
 
+    @rule(count=st.none() | st.integers(1, 8))
+    def the_budget_beside_answers_changes(self, count: int | None) -> None:
+        self.engine.max_prefill_tokens = count
+
     @rule()
     def the_cache_is_reset(self) -> None:
         self.engine.scheduler.reset_prefix_cache()
@@ -160,7 +171,14 @@ class Traffic(RuleBasedStateMachine):
                 assert tokens == answer[: len(tokens)]
             else:
                 assert tokens == answer
+                self.check_prompt_logprobs(sequence)
             self.check_that_nothing_is_computed_twice(sequence)
+
+    def check_prompt_logprobs(self, sequence: Sequence) -> None:
+        """They are whole. A request that came with tokens of its answer got them before."""
+        is_wanted = sequence.params.prompt_logprobs is not None and not self.num_given[sequence.request_id]
+        expected = sequence.num_prompt_tokens - 1 if is_wanted else 0
+        assert len(self.engine.prompt_logprobs[sequence.request_id]) == expected
 
     def check_that_nothing_is_computed_twice(self, sequence: Sequence) -> None:
         """That nothing is left out is seen to by the executor, which refuses to read what is not there."""

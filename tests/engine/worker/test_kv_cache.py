@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trio_llm.config import GIB, EngineConfig
-from trio_llm.engine.models.causal_lm import KVShape
+from trio_llm.engine.models.base import KVShape
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, plan_kv_cache
 from trio_llm.errors import EngineStartupError
 

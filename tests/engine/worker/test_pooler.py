@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import struct
+from itertools import accumulate
 
 import pytest
 import torch
@@ -39,11 +40,20 @@ def numbers(result: PooledVector | RowError) -> torch.Tensor:
     return torch.tensor(struct.unpack(f"<{len(result.data) // 4}f", result.data))
 
 
+def pool(
+    pooler: Pooler, plan: StepPlan, hidden: torch.Tensor, logits: torch.Tensor = NO_LOGITS
+) -> list[PooledVector | RowError]:
+    """The vectors of a step whose tokens lie in the plan's order."""
+    first_tokens = [0, *accumulate(chunk.count for chunk in plan.chunks)][:-1]
+    pending = pooler.launch(plan, hidden, logits, first_tokens=first_tokens)
+    return [] if pending is None else pending.wait()
+
+
 def pool_in_chunks(pooler: Pooler, sequence: Sequence, hidden: torch.Tensor, cuts: list[int]) -> torch.Tensor:
     """The vector, from chunks that end at `cuts` and at the end of the sequence."""
     start, results = 0, []
     for end in [*cuts, len(sequence.token_ids)]:
-        results += pooler.pool(StepPlan((chunk(sequence, start, end),)), hidden[start:end], NO_LOGITS)
+        results += pool(pooler, StepPlan((chunk(sequence, start, end),)), hidden[start:end])
         start = end
     (result,) = results
     return numbers(result)
@@ -82,7 +92,7 @@ def test_vectors_come_in_the_plans_order_and_others_beside_them_do_not_matter() 
     logits = torch.tensor([[1.0, 2.0, 3.0]])
     plan = StepPlan(tuple(chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences))
 
-    results = Pooler(lambda logits: logits.softmax(dim=-1)).pool(plan, hidden, logits)
+    results = pool(Pooler(lambda logits: logits.softmax(dim=-1)), plan, hidden, logits)
 
     vectors = [numbers(result) for result in results]
     ends = [hidden[2], hidden[4:8].mean(dim=0), hidden[14]]
@@ -92,6 +102,25 @@ def test_vectors_come_in_the_plans_order_and_others_beside_them_do_not_matter() 
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(vectors, expected, strict=True))
 
 
+def test_tokens_may_lie_in_another_order_than_the_plans() -> None:
+    sequences = [of_length(4, MEAN), of_length(1, LAST), of_length(3, LAST)]
+    hidden = states(10)
+    plan = StepPlan(tuple(chunk(sequence, 0, len(sequence.token_ids)) for sequence in sequences))
+
+    pending = Pooler(None).launch(plan, hidden, NO_LOGITS, first_tokens=[3, 0, 7])  # 1 and 2 pad
+
+    assert pending is not None
+    ends = [hidden[3:7].mean(dim=0), hidden[0], hidden[9]]
+    for result, end in zip(pending.wait(), ends, strict=True):
+        assert torch.allclose(numbers(result), end / end.norm(), atol=1e-6)
+
+
+def test_a_step_without_vectors_has_nothing_to_wait_for() -> None:
+    plan = StepPlan((chunk(of_length(3, None), 0, 3), chunk(of_length(9, MEAN), 0, 5)))
+
+    assert Pooler(None).launch(plan, states(8), NO_LOGITS, first_tokens=[0, 3]) is None
+
+
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("pooling", [LAST, MEAN, PoolingParams(normalize=False)])
 def test_a_vector_that_is_not_finite_is_an_error_of_its_own(wrong: float, pooling: PoolingParams) -> None:
@@ -99,7 +128,7 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_own(wrong: float, poolin
     hidden = states(6)
     hidden[2, 1] = wrong
 
-    first, second = Pooler(None).pool(StepPlan((chunk(bad, 0, 3), chunk(good, 0, 3))), hidden, NO_LOGITS)
+    first, second = pool(Pooler(None), StepPlan((chunk(bad, 0, 3), chunk(good, 0, 3))), hidden)
 
     assert isinstance(first, RowError)
     assert "NaN" in first.message
@@ -107,14 +136,14 @@ def test_a_vector_that_is_not_finite_is_an_error_of_its_own(wrong: float, poolin
 
 
 def test_a_vector_of_zeros_stays_one() -> None:
-    (result,) = Pooler(None).pool(StepPlan((chunk(of_length(1, LAST), 0, 1),)), torch.zeros(1, WIDTH), NO_LOGITS)
+    (result,) = pool(Pooler(None), StepPlan((chunk(of_length(1, LAST), 0, 1),)), torch.zeros(1, WIDTH))
 
     assert numbers(result).tolist() == [0.0] * WIDTH
 
 
 def test_a_sequence_that_begins_again_leaves_its_sum_behind() -> None:
     pooler, sequence, hidden = Pooler(None), of_length(9, MEAN), states(9)
-    pooler.pool(StepPlan((chunk(sequence, 0, 5),)), torch.full((5, WIDTH), 1e6), NO_LOGITS)  # then preempted
+    pool(pooler, StepPlan((chunk(sequence, 0, 5),)), torch.full((5, WIDTH), 1e6))  # then preempted
 
     vector = pool_in_chunks(pooler, sequence, hidden, [4])
 
@@ -127,19 +156,19 @@ def test_a_mean_that_lacks_tokens_is_an_error_and_never_a_wrong_vector(chunks: l
 
     results = []
     for start, end in chunks:
-        results += pooler.pool(StepPlan((chunk(sequence, start, end),)), hidden[start:end], NO_LOGITS)
+        results += pool(pooler, StepPlan((chunk(sequence, start, end),)), hidden[start:end])
 
     (result,) = results
     assert isinstance(result, RowError)
-    assert "lacks" in result.message
+    assert "lost some tokens" in result.message
 
 
 def test_the_sum_of_a_sequence_goes_with_it() -> None:
     pooler, sequence = Pooler(None), of_length(9, MEAN)
-    pooler.pool(StepPlan((chunk(sequence, 0, 5),)), states(5), NO_LOGITS)
+    pool(pooler, StepPlan((chunk(sequence, 0, 5),)), states(5))
     assert len(pooler._sums) == 1
 
-    del sequence  # aborted: nobody tells the pooler
+    del sequence  # aborted, which the pooler does not hear of
     gc.collect()
 
     assert len(pooler._sums) == 0

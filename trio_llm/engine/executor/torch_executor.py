@@ -1,7 +1,7 @@
 """TorchExecutor: runs step plans on a model in this process.
 
-Used by the engine's loop, from one thread. Nothing is kept between steps but the KV cache, whose slots are
-written again after a step that failed, and what the sampler could make again from the sequences.
+Used by the engine's loop, from one thread. Between steps it keeps the KV cache, the ids that the newest step samples,
+and what sampler and pooler could make again from the sequences.
 """
 
 from __future__ import annotations
@@ -18,62 +18,74 @@ from torch import Tensor
 from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.device import ProgressCallback, WeightsLocation
 from trio_llm.engine.executor.base import Executor, LaunchedStep
-from trio_llm.engine.models.causal_lm import CausalLM, HiddenStates
-from trio_llm.engine.models.classifier import SequenceClassifier
+from trio_llm.engine.models.base import Model
 from trio_llm.engine.models.load import load_model
 from trio_llm.engine.models.locate import locate_model
-from trio_llm.engine.ops.attention import BLOCK_SIZE
-from trio_llm.engine.sampling.logprobs import logprob_rows
+from trio_llm.engine.ops.kv_layout import BLOCK_SIZE
+from trio_llm.engine.sampling.logprobs import PendingLogprobs
 from trio_llm.engine.sampling.sampler import PendingTokens, Sampler
+from trio_llm.engine.sampling.transfer import to_device
 from trio_llm.engine.scheduling.sequence import Sequence
-from trio_llm.engine.scheduling.step import PooledVector, RowError, ScheduledChunk, StepPlan, StepResult
-from trio_llm.engine.worker.batch import Batch, build_batch
+from trio_llm.engine.scheduling.step import ScheduledChunk, StepPlan, StepResult
+from trio_llm.engine.worker.buffers import StepBuffers
+from trio_llm.engine.worker.host_batch import lay_out
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
-from trio_llm.engine.worker.pooler import Pooler
+from trio_llm.engine.worker.pooler import PendingVectors, Pooler
 from trio_llm.engine.worker.profiling import Profiler
+from trio_llm.engine.worker.runner import StepRunner, StepTensors
 from trio_llm.engine.worker.system_limits import usable_cpus
 from trio_llm.engine.worker.weights import WeightStore
 from trio_llm.errors import EngineStartupError
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.version import __version__
-from trio_llm.wire.messages import NO_SAMPLING, LogprobRow, ModelConfig
+from trio_llm.wire.messages import NO_SAMPLING, ModelConfig
 
 __all__ = ["TorchExecutor", "load_torch"]
 
 _WARM_UP_TOKENS = BLOCK_SIZE
 _LOAD_STAGES = 3
-_SCORE_SLICE_BYTES: Final = 32 * 1024 * 1024
-"""Of float32 logits that log-probabilities of prompts are made from at once; a few times as much is in use."""
+_MAX_RUN_AHEAD: Final = 1
+"""Steps in flight when the next one is launched."""
+_LOGPROBS_SLICE_BYTES: Final = 32 * 1024 * 1024
+"""Size of the float32 logits from which log-probabilities of a prompt are made at once. Memory for several times as
+much is in use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _TorchStep:
     are_sampled: list[bool]
-    """Of the chunks with `samples`, in order: a token, or else a vector."""
+    """For each chunk with `samples`, in order: it gives a token, else a vector."""
     tokens: PendingTokens | None
-    vectors: list[PooledVector | RowError]
-    prompt_logprobs: tuple[list[LogprobRow], ...]
+    vectors: PendingVectors | None
+    prompt_logprobs: list[list[PendingLogprobs]]
+    """For each chunk that gives some of its prompt: its positions in slices."""
 
     def wait(self) -> StepResult:
         tokens = iter(self.tokens.wait() if self.tokens is not None else ())
-        vectors = iter(self.vectors)
+        vectors = iter(self.vectors.wait() if self.vectors is not None else ())
         outcomes = tuple(next(tokens) if is_sampled else next(vectors) for is_sampled in self.are_sampled)
-        return StepResult(outcomes, self.prompt_logprobs)
+        prompts = tuple([row for part in parts for row in part.wait()] for parts in self.prompt_logprobs)
+        return StepResult(outcomes, prompts)
 
 
 class TorchExecutor(Executor):
-    """One model, one device, one KV cache."""
+    """One model, one device, one KV cache.
 
-    def __init__(self, model: CausalLM, cache: CachePlan, *, model_dir: str) -> None:
+    Args:
+        max_num_seqs: sequences in one step.
+    """
+
+    def __init__(self, model: Model, cache: CachePlan, *, model_dir: str, max_num_seqs: int) -> None:
         self._model = model
-        self._pooler = Pooler(model.probabilities if isinstance(model, SequenceClassifier) else None)
+        self._pooler = Pooler(model.probabilities)
         self._num_blocks = cache.num_blocks
         self._kv = allocate_kv_cache(cache.num_blocks, model.kv_shape, model.device)
-        self._sampled_ids = torch.zeros(0, dtype=torch.int64, device=model.device)
-        """Of the step that was launched last."""
+        self._buffers = StepBuffers(model.device, max_rows=max_num_seqs, depth=_MAX_RUN_AHEAD)
+        self._runner = StepRunner(model, self._buffers)
+        self._runner.attach(self._kv)
         self._sampled_rows: dict[Sequence, int] = {}
-        """Where each sequence's token stands among them."""
+        """Where each sequence's token stands among the ids that the step before samples."""
         self._sampler = Sampler(model.eos_token_ids, width=model.logits_width, device=model.device)
         self._weights = WeightStore(model, Path(model_dir))
         self._profiler = Profiler(on_cuda=model.device.type == "cuda")
@@ -94,7 +106,7 @@ class TorchExecutor(Executor):
                 "torch": str(torch.__version__),
                 "transformers": transformers.__version__,
             },
-            trained_len=model.max_position_embeddings,
+            trained_len=model.trained_len,
         )
 
     @property
@@ -111,65 +123,53 @@ class TorchExecutor(Executor):
             Exception: whatever torch raises; the engine ends.
         """
         if not plan.chunks:
-            return _TorchStep([], None, [], ())
-        batch = build_batch(plan, self._model.device)
-        self._fill_in_pending(batch)
-        inputs = batch.token_ids, batch.positions, batch.logits_rows
-        scored: tuple[list[LogprobRow], ...] = ()
-        hidden = None
-        scores = any(chunk.prompt_logprob_positions for chunk in plan.chunks)
-        if scores or self._pooler.needs_hidden(plan):
-            logits, hidden = self._model.forward_and_keep(*inputs, kv=self._kv, attention=batch.attention)
-            scored = self._score(plan, hidden) if scores else ()
-        else:
-            logits = self._model.forward(*inputs, kv=self._kv, attention=batch.attention)
+            return _TorchStep([], None, None, [])
+        scoring = [index for index, chunk in enumerate(plan.chunks) if chunk.prompt_logprob_positions]
+        host = lay_out(plan, self._sampled_rows, pad_rows_to=0, trash_block=self._num_blocks)
+        step = self._runner.run(host, keeps_hidden=bool(scoring) or self._pooler.needs_hidden(plan))
+        prompt_logprobs = []
+        for index in scoring:
+            assert step.hidden is not None
+            chunk, first = plan.chunks[index], host.first_tokens[index]
+            prompt_logprobs.append(self._prompt_logprobs(chunk, step.hidden[first : first + chunk.count]))
         ends = [chunk for chunk in plan.chunks if chunk.samples]
         # A model samples or classifies: all rows of logits are for one of the two.
-        tokens = self._sample([chunk for chunk in ends if chunk.sequence.pooling is None], batch, logits)
-        vectors = self._pooler.pool(plan, None if hidden is None else hidden.tokens, logits)
-        return _TorchStep([chunk.sequence.pooling is None for chunk in ends], tokens, vectors, scored)
+        tokens = self._sample([chunk for chunk in ends if chunk.sequence.pooling is None], step)
+        vectors = self._pooler.launch(plan, step.hidden, step.logits, first_tokens=host.first_tokens)
+        return _TorchStep([chunk.sequence.pooling is None for chunk in ends], tokens, vectors, prompt_logprobs)
 
-    def _sample(self, chunks: list[ScheduledChunk], batch: Batch, logits: Tensor) -> PendingTokens | None:
+    def _sample(self, chunks: list[ScheduledChunk], step: StepTensors) -> PendingTokens | None:
         if not chunks:
             return None
         pending = self._sampler.launch(
-            logits,
+            step.logits[: len(chunks)],  # behind them there may be rows that pad
             [chunk.sequence for chunk in chunks],
             positions=[chunk.start + chunk.count for chunk in chunks],
-            previous=batch.token_ids.index_select(0, batch.logits_rows),
+            previous=step.previous[: len(chunks)],
         )
-        self._sampled_ids = pending.token_ids
+        self._buffers.sampled_ids[: len(chunks)] = pending.token_ids
         self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(chunks)}
         return pending
 
-    def _fill_in_pending(self, batch: Batch) -> None:
-        """Put the tokens into a batch that the step before samples: from the device to the device."""
-        if not batch.pending:
-            return
-        device = self._model.device
-        places = torch.tensor([place for place, _ in batch.pending], dtype=torch.int64, device=device)
-        rows = [self._sampled_rows[sequence] for _, sequence in batch.pending]
-        batch.token_ids[places] = self._sampled_ids[torch.tensor(rows, dtype=torch.int64, device=device)]
+    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[PendingLogprobs]:
+        """Log-probabilities of the tokens of a prompt that its chunk gives, a bounded number at once.
 
-    def _score(self, plan: StepPlan, hidden: HiddenStates) -> tuple[list[LogprobRow], ...]:
-        """Log-probabilities of the prompt tokens that the plan's chunks score, a bounded number of rows at a time."""
-        slice_rows = max(1, _SCORE_SLICE_BYTES // (4 * self._model.logits_width))
-        scored: list[list[LogprobRow]] = []
-        first = 0  # row of the chunk's first token in the batch
-        for chunk in plan.chunks:
-            positions, num_top = chunk.prompt_logprob_positions, chunk.sequence.params.prompt_logprobs
-            if positions and num_top is not None:
-                scores: list[LogprobRow] = []
-                for begin in range(positions.start, positions.stop, slice_rows):
-                    part = range(begin, min(begin + slice_rows, positions.stop))
-                    # The row of position p is what the model says about position p + 1.
-                    rows = torch.arange(part.start, part.stop, device=self._model.device) + (first - chunk.start - 1)
-                    logits = self._model.logits_at(hidden, rows)
-                    token_ids = chunk.sequence.token_ids[part.start : part.stop]
-                    scores += logprob_rows(logits, token_ids, [num_top] * len(part))
-                scored.append(scores)
-            first += chunk.count
-        return tuple(scored)
+        Args:
+            hidden: [count, H], of the chunk. What the model says about a token is in the row of the one before it.
+        """
+        positions = chunk.prompt_logprob_positions
+        num_top = chunk.sequence.params.prompt_logprobs
+        assert num_top is not None
+        slice_rows = max(1, _LOGPROBS_SLICE_BYTES // (4 * self._model.logits_width))
+        pending = []
+        for begin in range(0, len(positions), slice_rows):
+            part = positions[begin : begin + slice_rows]
+            row = part.start - chunk.start - 1
+            logits = self._model.logits(hidden[row : row + len(part)])
+            token_ids = chunk.sequence.token_ids[part.start : part.stop]
+            own = to_device(token_ids, self._model.device, dtype=torch.int64)
+            pending.append(PendingLogprobs(logits, own, [num_top] * len(part)))
+        return pending
 
     # -------------------------------------------------------------------------------------- control
 
@@ -179,7 +179,7 @@ class TorchExecutor(Executor):
             self._kv = allocate_kv_cache(self._num_blocks, self._model.kv_shape, self._model.device)
         elif not has_cache:
             self._kv = self._kv.new_empty(0)
-            self._model.let_go()
+        self._runner.attach(self._kv)
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -197,9 +197,9 @@ class TorchExecutor(Executor):
         return self._profiler.stop()
 
     def warm_up(self) -> None:
-        """Run a short prompt and a decode step, so that no request pays for what torch does once.
+        """Run a short prompt and a decode step, so that no request waits for what torch does once.
 
-        They write into the block that belongs to no sequence.
+        They write into the trash block.
         """
         sequence = Sequence(
             request_id="warm-up",
@@ -218,7 +218,7 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
     """Find, load and warm up the model that the configuration names.
 
     Args:
-        progress: hears of the phases convert (the embedded model, once), load and warm-up.
+        progress: called in the phases convert (the embedded model, once), load and warm-up.
     Raises:
         EngineStartupError: one line that names the flag, or MODEL, and says what to do.
     """
@@ -230,20 +230,32 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     model = load_model(model_dir, dtype=config.dtype, device=device)
     progress("load", 1, _LOAD_STAGES)
+    step_bytes = _step_bytes(model, config)
     cache = plan_kv_cache(
         config,
         model.kv_shape,
-        trained_len=model.max_position_embeddings,
-        free_bytes=free_memory_bytes(device),
+        trained_len=model.trained_len,
+        free_bytes=free_memory_bytes(device) - step_bytes,
         on_cpu=device.type == "cpu",
     )
     progress("load", 2, _LOAD_STAGES)
-    executor = TorchExecutor(model, cache, model_dir=str(model_dir))
+    executor = TorchExecutor(model, cache, model_dir=str(model_dir), max_num_seqs=config.max_num_seqs)
     progress("load", _LOAD_STAGES, _LOAD_STAGES)
     progress("warm-up", 0, 1)
     executor.warm_up()
     progress("warm-up", 1, 1)
     return executor
+
+
+def _step_bytes(model: Model, config: EngineConfig) -> int:
+    """Device memory that steps need and the cache must leave. 0 on a CPU, where the cache takes a part of what is free
+    anyway, and a full step would make every start slower."""
+    if model.device.type != "cuda":
+        return 0
+    buffers = StepBuffers(model.device, max_rows=config.max_num_seqs, depth=0)
+    peak = StepRunner(model, buffers).profile_peak(config.max_num_batched_tokens, config.max_num_seqs)
+    torch.cuda.empty_cache()  # or what the step has given back would count as taken
+    return peak
 
 
 def _choose_device(device: Device) -> torch.device:

@@ -1,35 +1,55 @@
-"""load_model: a model of whatever kind a directory holds. Used by the torch executor and the weight store."""
+"""load_model: a model of whatever kind a directory holds. Used by the torch executor."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import torch
 
 from trio_llm.config import DType
-from trio_llm.engine.models.causal_lm import CausalLM, load_causal_lm
-from trio_llm.engine.models.classifier import CLASSIFIERS
+from trio_llm.engine.models.base import Model
+from trio_llm.engine.models.causal_lm import load_causal_lm
+from trio_llm.engine.models.classifier import is_classifier, load_classifier
 
-__all__ = ["load_model"]
-
-_SUFFIX: Final = "ForSequenceClassification"
+__all__ = ["LOADERS", "Loader", "load_model"]
 
 
-def load_model(model_dir: Path, *, dtype: DType, device: torch.device) -> CausalLM:
-    """Read a language model, or a classifier if its configuration names one among `architectures`.
+class _Load(Protocol):
+    def __call__(self, model_dir: Path, *, dtype: DType, device: torch.device) -> Model: ...
 
-    Arguments and errors: as `load_causal_lm`.
+
+class _Takes(Protocol):
+    def __call__(self, model_dir: Path) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loader:
+    """One way to make a `Model` of a directory in Hugging Face form."""
+
+    name: str
+    takes: _Takes
+    """It loads the model of this directory, or says what is wrong with it. Reads no weights and never raises."""
+    load: _Load
+    """Raises EngineStartupError."""
+
+
+LOADERS: Final = (
+    Loader("classifier", is_classifier, load_classifier),
+    Loader("causal language model", lambda model_dir: True, load_causal_lm),
+)
+"""In order: the first that takes a directory loads it. The last one takes every directory."""
+
+
+def load_model(model_dir: Path, *, dtype: DType, device: torch.device, loaders: Sequence[Loader] = LOADERS) -> Model:
+    """Load a model with the first loader that takes its directory.
+
+    Args:
+        dtype: auto: as the checkpoint says, but float32 on a processor that would only emulate its 16-bit type.
+    Raises:
+        EngineStartupError: the model is broken, or is one that we cannot run; one line that names MODEL.
     """
-    if _is_classifier(model_dir):
-        return load_causal_lm(model_dir, dtype=dtype, device=device, kind=CLASSIFIERS)
-    return load_causal_lm(model_dir, dtype=dtype, device=device)
-
-
-def _is_classifier(model_dir: Path) -> bool:
-    try:
-        names = json.loads((model_dir / "config.json").read_bytes()).get("architectures")
-    except (OSError, ValueError, AttributeError):
-        return False  # whoever loads it says what is wrong
-    return isinstance(names, list) and any(isinstance(name, str) and name.endswith(_SUFFIX) for name in names)
+    loader = next(loader for loader in loaders if loader.takes(model_dir))
+    return loader.load(model_dir, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""The attention function that transformers' models call, over our own paged KV cache.
+"""The attention function that transformers' models call, in terms of our `Attention`.
 
-Registered once under `ATTENTION_NAME`. Each attention module of a model carries a reference to the
-PagedStep of that model, so nothing here is global but the registered name.
+Registered once under `ATTENTION_NAME`. Each attention module of a model carries a reference to the AttentionSlot of
+that model, so nothing here is global but the registered name.
 """
 
 from __future__ import annotations
@@ -12,33 +12,22 @@ from typing import Any
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trio_llm.engine.ops.attention import AttentionRows, attend, clear_blocks, write_kv
+from trio_llm.engine.ops.attention import Attention
 
-__all__ = ["ATTENTION_NAME", "AttentionBatch", "LayerCall", "PagedStep", "attach", "register"]
+__all__ = ["ATTENTION_NAME", "AttentionSlot", "LayerCall", "attach", "register"]
 
 ATTENTION_NAME = "trio_llm_paged"
 
-_STEP = "trio_llm_step"
+_SLOT = "trio_llm_slot"
 """Name of the attribute on attention modules."""
 
 _NOT_SUPPORTED = ("s_aux", "sinks", "position_bias")
 """Arguments that change what attention computes, and that we do not implement."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class AttentionBatch:
-    """What attention must know about one step. T tokens."""
-
-    slot_blocks: Tensor  # int64[T]: block that takes each token's K and V
-    slot_offsets: Tensor  # int64[T]: offset in that block
-    fresh_blocks: Tensor  # int64[F]: blocks whose first slot is written by this step
-    rows: tuple[AttentionRows, ...]
-    """Every token is in exactly one."""
-
-
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """What one layer asked for: noted by a probe, to know what the cache must hold."""
+    """What one layer asked for in a probe: it says what the cache must hold."""
 
     layer: int
     num_kv_heads: int
@@ -50,23 +39,12 @@ class LayerCall:
 
 
 @dataclass(slots=True, eq=False)
-class PagedStep:
-    """What the attention modules of one model look at during a step; set before each forward pass."""
+class AttentionSlot:
+    """Where the attention modules of one model find what to call. Filled for the time of a forward pass."""
 
-    kv: Tensor | None = None  # [blocks, layers, 2, kv_heads, BLOCK_SIZE, head_dim]
-    batch: AttentionBatch | None = None
+    attention: Attention | None = None
+    """None: a probe. Calls are noted, and attention gives zeros."""
     calls: list[LayerCall] | None = None
-    """Not None: a probe. Calls are noted, nothing is computed."""
-
-    def begin(self, kv: Tensor, batch: AttentionBatch) -> None:
-        """Aim at this cache and this batch; clears the blocks that the batch begins."""
-        self.kv, self.batch, self.calls = kv, batch, None
-        if batch.fresh_blocks.numel():
-            clear_blocks(kv, batch.fresh_blocks)
-
-    def end(self) -> None:
-        """Let go of both: the cache may be freed."""
-        self.kv = self.batch = None
 
 
 def register() -> None:
@@ -74,11 +52,11 @@ def register() -> None:
     ALL_ATTENTION_FUNCTIONS.register(ATTENTION_NAME, _paged_attention)
 
 
-def attach(model: nn.Module, step: PagedStep) -> None:
-    """Give every module that has a `layer_idx` the step to look at."""
+def attach(model: nn.Module, slot: AttentionSlot) -> None:
+    """Give the slot to every module that has a `layer_idx`."""
     for module in model.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
-            setattr(module, _STEP, step)
+            setattr(module, _SLOT, slot)
 
 
 def _paged_attention(
@@ -90,36 +68,22 @@ def _paged_attention(
     **options: Any,
 ) -> tuple[Tensor, None]:
     """The signature that transformers gives attention functions. Returns [1, T, Hq, D]."""
-    step: PagedStep = getattr(module, _STEP)
-    window: int | None = options.get("sliding_window")
-    if step.calls is not None:
-        step.calls.append(_note(module, key, value, attention_mask, options))
+    slot: AttentionSlot = getattr(module, _SLOT)
+    if slot.attention is None:
+        assert slot.calls is not None, "a forward pass outside of a step"
+        slot.calls.append(_note(module, key, value, attention_mask, options))
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3]), None
 
-    assert step.kv is not None
-    assert step.batch is not None
-    layer: int = module.layer_idx
-    batch = step.batch
-    write_kv(
-        step.kv,
-        layer,
-        key[0].transpose(0, 1),
-        value[0].transpose(0, 1),
-        (batch.slot_blocks, batch.slot_offsets),
-    )
-    tokens = query[0].transpose(0, 1)  # [T, Hq, D]
     scaling = options.get("scaling")
-    out = query.new_empty(tokens.shape)
-    for rows in batch.rows:
-        out[rows.tokens] = attend(
-            tokens,
-            step.kv,
-            layer,
-            rows,
-            scale=tokens.shape[-1] ** -0.5 if scaling is None else scaling,
-            window=window,
-            softcap=options.get("softcap"),
-        )
+    layer: int = module.layer_idx
+    slot.attention.write(layer, key[0].transpose(0, 1), value[0].transpose(0, 1))
+    out = slot.attention.attend(
+        layer,
+        query[0].transpose(0, 1),
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=options.get("sliding_window"),
+        softcap=options.get("softcap"),
+    )
     return out.unsqueeze(0), None
 
 

@@ -146,13 +146,19 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------- schedule
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is none: nothing to compute, or a plan in flight must be committed first."""
+    def schedule(self, *, max_prefill_tokens: int | None = None) -> StepPlan | None:
+        """The next step, or None if there is none: nothing to compute, or a plan in flight must be committed first.
+
+        Args:
+            max_prefill_tokens: tokens beside those of answers, if the step has any of those; None: the whole budget.
+        """
         # No sequence of a step in flight is preempted: its token is sampled all the same and would have to be dropped.
         if self._in_flight and self._must_preempt():
             return None
-        builder = StepBuilder(self._limits.max_num_batched_tokens)
+        builder = StepBuilder(self._limits.max_num_batched_tokens, self._limits.max_prompt_logprob_cost)
         self._plan_last_tokens(builder)
+        if max_prefill_tokens is not None and any(chunk.is_decode for chunk in builder.chunks):
+            builder.tokens_left = min(builder.tokens_left, max_prefill_tokens)
         self._plan_prefills(builder)
         self._admit(builder)
         if not builder.chunks:
@@ -163,9 +169,9 @@ class Scheduler:
         return plan
 
     def _plan(self, sequence: Sequence, builder: StepBuilder) -> None:
-        builder.add(sequence)
-        # At once: a sequence that is planned next may share what this chunk computes.
-        self._blocks.publish(sequence)
+        if builder.add(sequence):
+            # At once: a sequence that is planned next may share what this chunk computes.
+            self._blocks.publish(sequence)
 
     def _next_rows(self) -> Iterator[Sequence]:
         """Running sequences with one token to go, which is every one that decodes.
@@ -192,7 +198,7 @@ class Scheduler:
     def _plan_prefills(self, builder: StepBuilder) -> None:
         """Go on with prompts, and with preempted sequences; they got all their blocks on admission."""
         for sequence in self._sequences.running:
-            if builder.budget_left == 0:
+            if builder.tokens_left == 0:
                 return
             if sequence.num_uncomputed_tokens > 1:
                 self._plan(sequence, builder)
@@ -202,9 +208,11 @@ class Scheduler:
 
         A sequence gets blocks for all its known tokens at once: a prefill never stops half-way for lack of blocks, and
         a sequence that was preempted does not come back just to be preempted again. A prefill that is under way takes
-        the budget first, so no sequence is admitted before the prompt that it shares with another is planned whole.
+        the budget first, so no sequence is admitted before the prompt that it shares with another is planned whole. The
+        exception are prompts whose log-probabilities are asked for: a step that cannot afford more of those goes on
+        with the sequences behind them.
         """
-        while builder.budget_left > 0 and len(self._sequences.running) < self._limits.max_num_seqs:
+        while builder.tokens_left > 0 and len(self._sequences.running) < self._limits.max_num_seqs:
             if (sequence := self._next_waiting()) is None:
                 return
             was_computed = sequence.num_computed_tokens

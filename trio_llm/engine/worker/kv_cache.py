@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trio_llm.config import GIB, EngineConfig
-from trio_llm.engine.models.causal_lm import KVShape
-from trio_llm.engine.ops.attention import BLOCK_SIZE
+from trio_llm.engine.models.base import KVShape
+from trio_llm.engine.ops.kv_layout import BLOCK_SIZE
 from trio_llm.engine.worker.system_limits import available_memory_bytes
 from trio_llm.errors import EngineStartupError
 

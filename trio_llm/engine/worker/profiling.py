@@ -1,17 +1,19 @@
 """Profiler: torch's profiler as something to start and to stop, with a trace for Chrome or Perfetto as the result.
+`peak_bytes`: how much memory a piece of work takes.
 
-Used by the torch executor, from the engine's one thread: torch's profiler must end where it began.
+Used by the torch executor and the step runner, from the engine's one thread: torch's profiler must end where it began.
 """
 
 from __future__ import annotations
 
 import os
-from itertools import count
+from collections.abc import Callable
+from itertools import accumulate, count
 from pathlib import Path
 
 import torch
 
-__all__ = ["Profiler"]
+__all__ = ["Profiler", "peak_bytes"]
 
 
 class Profiler:
@@ -52,3 +54,19 @@ class Profiler:
         path = self._folder / f"trace-{os.getpid()}-{next(self._numbers)}.json"
         recording.export_chrome_trace(str(path))
         return str(path)
+
+
+def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
+    """Run something; the most memory that it held on the device at any time, beyond what was taken before."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before: int = torch.cuda.memory_allocated(device)
+        work()
+        torch.cuda.synchronize(device)
+        return int(torch.cuda.max_memory_allocated(device)) - before
+    # A CPU's allocator keeps no such count, but reports to the profiler.
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as recording:
+        work()
+    events = recording.profiler.kineto_results.events()
+    return max(accumulate(event.nbytes() for event in events if event.name() == "[memory]"), default=0)
