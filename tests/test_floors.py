@@ -137,11 +137,11 @@ _SUB_ROOMS: Final = {
     ),
     "trio_llm.engine": (
         ("device", "ops"),
-        ("engine_state", "link", "scheduling"),
+        ("engine_state", "link", "outbox", "scheduling"),
         ("request_checks", "models", "sampling"),
         ("worker",),
         ("executor",),
-        ("control_calls",),
+        ("control_calls", "step_pipeline"),
         ("core",),
         ("loop",),
         ("process",),
