@@ -136,10 +136,10 @@ _SUB_ROOMS: Final = {
         ("open_llm", "http"),
     ),
     "trio_llm.engine": (
-        ("device", "ops"),
+        ("device", "ops", "transfer"),
         ("engine_state", "link", "outbox", "scheduling"),
-        ("request_checks", "models", "sampling"),
-        ("worker",),
+        ("request_checks", "models", "sampling.logits_processors"),
+        ("sampling", "worker"),
         ("executor",),
         ("control_calls", "step_pipeline"),
         ("core",),
