@@ -313,7 +313,7 @@ def test_a_pause_that_keeps_stops_at_once_and_computes_nothing_twice(run_ahead: 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
 @pytest.mark.parametrize("clears", [False, True])
-def test_a_pause_forgets_what_was_computed_only_if_it_is_told_to(mode: str, clears: bool) -> None:
+def test_a_pause_empties_the_prefix_cache_only_if_it_is_asked_to(mode: str, clears: bool) -> None:
     engine = an_engine()
     engine.send(a_request("a", [1] * 40))
     engine.run()

@@ -217,7 +217,7 @@ def test_an_id_that_is_in_use_is_refused_and_its_first_user_goes_on() -> None:
     assert sorted(str(row.finish_reason) for row in rows if row.finish_reason) == ["error", "length"]
 
 
-def test_every_abort_is_confirmed_also_of_ids_that_nobody_knows() -> None:
+def test_every_abort_is_confirmed_also_that_of_an_unknown_id() -> None:
     rows = run(a_core(), a_request(), Abort(["r", "unknown"]))
 
     assert [(row.request_id, row.finish_reason) for row in rows] == [("r", "abort"), ("unknown", "abort")]

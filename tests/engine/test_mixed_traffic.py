@@ -77,7 +77,7 @@ class Everything(RuleBasedStateMachine):
         """All that should be generated for each request, so far."""
         self.tokens: dict[str, list[int]] = {}
         self.history: dict[str, list[int]] = {}
-        """Of sessions: all tokens that the next input comes behind."""
+        """By session: all tokens before its next input."""
         self.vectors: dict[str, tuple[list[int], PoolingKind]] = {}
         self.idle: set[str] = set()
         self.over: dict[str, str] = {}
@@ -223,7 +223,7 @@ class Everything(RuleBasedStateMachine):
 
     def take(self, row: EngineCoreOutput) -> None:
         name = row.request_id
-        if name in self.over and name in self.aborted:  # it was over before its end was told
+        if name in self.over and name in self.aborted:  # it had finished before its abort arrived
             assert row == EngineCoreOutput(name, 0, [], finish_reason="abort")
             return
         assert name not in self.over, "a row after the last one"
@@ -250,7 +250,7 @@ class Everything(RuleBasedStateMachine):
         # The first of all waits until those that run are through, then is served without a pause.
         num_steps = 20 + 2 * (1 + len(left)) * self.max_len * (1 + len(left))
         while self.core.is_busy:
-            assert num_steps > 0, "somebody starves"
+            assert num_steps > 0, "a request starves"
             num_steps -= 1
             self.step()
 
@@ -258,7 +258,7 @@ class Everything(RuleBasedStateMachine):
             reason, tokens = self.over.get(name), self.tokens[name]
             assert tokens == expected[: len(tokens)], name
             assert tokens == expected or reason in ("abort", "error"), name
-            assert reason is not None or name in self.idle, "nobody heard of its end"
+            assert reason is not None or name in self.idle, "its end was not reported"
         for name, position in self.executor.num_computed:
             times = self.executor.num_computed[name, position]
             assert times <= 1 + self.executor.sequences[name].num_preemptions, "computed twice without a reason"

@@ -97,6 +97,17 @@ def test_on_a_fast_device_the_prompt_gets_the_whole_token_budget(run_ahead: int)
     assert [plan.num_tokens for plan, _ in engine.executor.steps].count(512) == 2
 
 
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_a_step_launched_ahead_is_not_charged_for_the_step_before_it(run_ahead: int) -> None:
+    """20 ms, and 1 ms per prompt token: 180 tokens fit into 0.2 s, in whole blocks 160."""
+    engine = an_engine(lambda plan: 0.02 + 0.001 * (plan.num_tokens - plan.num_decodes), run_ahead=run_ahead)
+
+    serve_a_long_prompt_beside_an_answer(engine)
+
+    plans = [plan for plan, _ in engine.executor.steps if plan.num_decodes]
+    assert max(plan.num_tokens - plan.num_decodes for plan in plans) == 160
+
+
 def test_without_a_target_a_step_takes_as_long_as_its_tokens_do() -> None:
     engine = an_engine(slow_cpu_s, target_s=0)
 

@@ -1,6 +1,6 @@
-"""ControlCalls: the engine's method table. What a front end may call by name, with plain data, and nothing else.
+"""ControlCalls: the table of methods that a front end may call by name, with plain values as arguments.
 
-Owned by EngineCore, which sees to it that no step is in flight where a method needs that. Imports no torch.
+Owned by EngineCore, which retires all steps in flight before a method of `BETWEEN_STEPS`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["BETWEEN_STEPS", "ControlCalls", "UtilityValue"]
 UtilityValue = PlainValue | list[PlainValue] | dict[str, PlainValue]
 
 BETWEEN_STEPS: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights", "start_profile"})
-"""Methods that may be called only while no step is in flight."""
+"""Methods that are called only while no step is in flight."""
 
 _MAX_VERSION_CHARS: Final = 256
 
@@ -31,8 +31,8 @@ class ControlCalls:
     """Carries out calls, one at a time, and keeps the control state.
 
     Args:
-        num_sent: the count of messages to the front end so far.
-        profile_dir: where profiles are written; None: there are none.
+        num_sent: returns the number of messages sent so far.
+        profile_dir: folder for profiles; None: profiling is refused.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class ControlCalls:
         self._profile_dir = profile_dir
         self._rows: list[EngineCoreOutput] = []
         self._waiting_for_end: list[int] = []
-        """Calls that are answered when all that was under way at a `pause wait` is over, or the pause."""
+        """Calls of `wait_paused`: answered when all requests that had begun are finished, or when the pause ends."""
         self._clears_at_end = False
         self._methods: Final[dict[str, Callable[..., UtilityValue]]] = {
             "ping": self._ping,
@@ -67,13 +67,16 @@ class ControlCalls:
             "memory_info": self._memory_info,
             "model_info": self._model_info,
         }
-        """What `collective_rpc` may name: it asks, and changes nothing."""
+        """Methods that `collective_rpc` may name. They change nothing."""
 
     def call(self, call: UtilityCall) -> list[UtilityResult]:
-        """Carry out a call. Its answer, and those of earlier calls that are due by it.
+        """Carry out a call.
+
+        Returns:
+            Its answer, and answers of earlier calls that it has made due.
 
         Raises:
-            DeviceLostError: the engine cannot go on. Everything else is the answer of its call.
+            DeviceLostError: the engine cannot go on. All other errors are the answer of the call.
         """
         if call.method == "wait_paused":
             self._waiting_for_end.append(call.call_id)
@@ -81,21 +84,23 @@ class ControlCalls:
         return [self._answer(call), *self.settle()]
 
     def settle(self) -> list[UtilityResult]:
-        """To be called after each step: the answers of `wait_paused` that are due. True: all that was under way is
-        over. False: the pause was undone before."""
+        """The answers of `wait_paused` that are due. To be called before and after each step.
+
+        The value is true if all requests that had begun are finished, and false if the pause ended before.
+        """
         if not (self._waiting_for_end or self._clears_at_end):
             return []
-        is_over = not self._scheduler.has_unfinished
-        if self.state.pause is Pause.WAIT and not is_over:
+        is_finished = not self._scheduler.has_unfinished
+        if self.state.pause is Pause.WAIT and not is_finished:
             return []
         if self.state.pause is Pause.WAIT and self._clears_at_end:
             self._scheduler.reset_prefix_cache()
         self._clears_at_end = False
         due, self._waiting_for_end = self._waiting_for_end, []
-        return [UtilityResult(call_id, value=is_over) for call_id in due]
+        return [UtilityResult(call_id, value=is_finished) for call_id in due]
 
     def take_rows(self) -> list[EngineCoreOutput]:
-        """Last rows of requests that a call has ended."""
+        """Take the last rows of requests that calls have ended."""
         rows, self._rows = self._rows, []
         return rows
 
@@ -111,19 +116,19 @@ class ControlCalls:
             return UtilityResult(call.call_id, error=str(error), error_kind="invalid")
         except NotSupportedError as error:
             return UtilityResult(call.call_id, error=str(error), error_kind="unsupported")
-        except EngineStartupError as error:  # no memory for a cache, no files to read weights from
+        except EngineStartupError as error:  # no memory for a cache, or weight files are missing
             return UtilityResult(call.call_id, error=str(error))
-        except Exception as error:  # the arguments, or a failing method: the engine goes on
+        except Exception as error:  # wrong arguments, or the method failed: the engine goes on
             return UtilityResult(call.call_id, error=f"{type(error).__name__}: {error}")
 
-    # ---------------------------------------------------------------------------------------- asking
+    # ------------------------------------------------------------------------------------- questions
 
     def _ping(self) -> int:
-        """Answer through the loop; the value is the number of messages sent so far."""
+        """Answered by the loop, so it shows that the loop turns. The value is the number of messages sent so far."""
         return self._num_sent()
 
     def _check_scheduler(self) -> dict[str, PlainValue]:
-        """Assert the scheduler's invariants and tell its block counts."""
+        """Assert the scheduler's invariants and return its counts."""
         self._scheduler.check()
         stats = self._scheduler.stats()
         return {
@@ -156,31 +161,31 @@ class ControlCalls:
         method = self._worker_methods.get(name) if isinstance(name, str) else None
         if method is None:
             known = ", ".join(sorted(self._worker_methods))
-            raise InvalidRequestError(f"the workers have no method {str(name)[:100]!r}; there are {known}", "method")
+            raise InvalidRequestError(f"the workers have no method {str(name)[:100]!r}; use one of {known}", "method")
         try:
             inspect.signature(method).bind(*args)
         except TypeError as error:
             raise InvalidRequestError(f"{name}: {error}", "args") from error
         return method(*args)
 
-    # -------------------------------------------------------------------------------------- changing
+    # -------------------------------------------------------------------------------------- changes
 
     def _sleep(self, level: PlainValue) -> dict[str, PlainValue]:
         if isinstance(level, bool) or level not in (1, 2):
             raise InvalidRequestError(f"the sleep level must be 1 or 2, not {level!r}", "level")
         event: SleepEvent = "sleep 1" if level == 1 else "sleep 2"
         if self.state.sleep_state_after(event) is not self.state.sleep_state:
-            # Whoever runs would find other things in its blocks, or none.
+            # The blocks of running sequences lose their content.
             self._scheduler.preempt_all()
             self._change_sleep_state(event)
         return self.state.describe()
 
     def _wake_up(self, *parts: PlainValue) -> dict[str, PlainValue]:
-        if strange := [part for part in parts if part not in PARTS]:
-            raise InvalidRequestError(f"tags must be of {', '.join(PARTS)}, not {strange[0]!r}", "tags")
+        if unknown := [part for part in parts if part not in PARTS]:
+            raise InvalidRequestError(f"tags must be of {', '.join(PARTS)}, not {unknown[0]!r}", "tags")
         events: dict[str, SleepEvent] = {"weights": "wake weights", "kv_cache": "wake kv_cache"}
         for part in PARTS:
-            # One after the other: if the second fails, the first is awake, and the state says so.
+            # One after the other, so that the state is true even if the second one fails.
             if part in (parts or PARTS):
                 self._change_sleep_state(events[part])
         return self.state.describe()
@@ -223,7 +228,7 @@ class ControlCalls:
         if not isinstance(path, str) or not path or not _is_folder(path):
             raise InvalidRequestError(f"path {path!r} is not a directory with weights in Hugging Face form", "path")
         if self.state.sleep_state not in (SleepState.AWAKE, SleepState.ONLY_WEIGHTS):
-            raise InvalidRequestError("the weights are asleep; call wake_up with the tag weights before")
+            raise InvalidRequestError("the weights are asleep; call wake_up with the tag weights first")
         try:
             self._executor.update_weights(Path(path))
         except EngineStartupError as error:
@@ -235,7 +240,7 @@ class ControlCalls:
 
     def _start_profile(self) -> None:
         if self._profile_dir is None:
-            raise NotSupportedError("there is no folder for profiles; start with --profile-dir")
+            raise NotSupportedError("there is no folder for profiles; start the engine with --profile-dir")
         self._executor.start_profile(Path(self._profile_dir))
 
     def _stop_profile(self) -> str | None:
@@ -245,5 +250,5 @@ class ControlCalls:
 def _is_folder(path: str) -> bool:
     try:
         return Path(path).is_dir()
-    except OSError:  # a name that is too long, a folder that we may not look into
+    except OSError:  # the name is too long, or a folder on the way may not be read
         return False

@@ -1,4 +1,4 @@
-"""Words about the device that models, workers and executors share: where weights are, how far loading is, its loss.
+"""Terms about the device that models, workers and executors share: where weights are, loading progress, and its loss.
 
 Pure.
 """
@@ -11,7 +11,7 @@ from collections.abc import Callable
 __all__ = ["DeviceLostError", "ProgressCallback", "WeightsLocation"]
 
 ProgressCallback = Callable[[str, int, int], None]
-"""(phase, done, total) while a model loads; total 0: not known."""
+"""Called with (phase, done, total) while a model loads; a total of 0 is unknown."""
 
 
 class WeightsLocation(enum.Enum):
@@ -23,4 +23,4 @@ class WeightsLocation(enum.Enum):
 
 
 class DeviceLostError(Exception):
-    """What is on the device is not known any more: the engine must end, even if only a control call had failed."""
+    """The content of the device is unknown: the engine must end, even if only a control call has failed."""

@@ -1,6 +1,6 @@
-"""EngineControlState: what of the engine is asleep, and whether it generates. Two tables, one for each question.
+"""EngineControlState: which parts of the engine sleep, and whether it generates. Each has a table of transitions.
 
-Pure. Owned by the utilities, which do what a change of state stands for. `docs/control.md` draws the tables.
+Pure. Owned by ControlCalls, which carries out each change. `docs/control.md` draws the tables.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ __all__ = [
 ]
 
 PARTS: Final = ("weights", "kv_cache")
-"""What can be woken by itself, in the order of waking."""
+"""Parts that can be woken separately, in the order of waking."""
 
 SleepEvent = Literal["sleep 1", "sleep 2", "wake weights", "wake kv_cache"]
 PauseEvent = Literal["pause abort", "pause wait", "pause keep", "resume"]
 
 
 class SleepState(enum.Enum):
-    """What is where. Steps run only when all is awake."""
+    """Where the weights and the KV cache are. Steps run only when both are awake."""
 
     AWAKE = "awake"
     LEVEL_1 = "level 1"
-    """The weights are in host memory, there is no KV cache."""
+    """The weights are in host memory; there is no KV cache."""
     LEVEL_2 = "level 2"
-    """The weights are dropped, there is no KV cache."""
+    """The weights are dropped; there is no KV cache."""
     ONLY_WEIGHTS = "only weights"
-    """The weights are back, the KV cache is not."""
+    """The weights are on the device again; there is no KV cache."""
     LEVEL_1_CACHE = "level 1 with cache"
     LEVEL_2_CACHE = "level 2 with cache"
-    """The KV cache is back, the weights are not."""
+    """The KV cache is there again; the weights are still dropped."""
 
     @property
     def weights(self) -> WeightsLocation:
-        return _PLACES[self][0]
+        return _LOCATIONS[self][0]
 
     @property
     def has_cache(self) -> bool:
-        return _PLACES[self][1]
+        return _LOCATIONS[self][1]
 
     @property
     def level(self) -> int:
@@ -60,7 +60,7 @@ class SleepState(enum.Enum):
         return 2 if self.weights is WeightsLocation.DROPPED else 1
 
 
-_PLACES: Final[dict[SleepState, tuple[WeightsLocation, bool]]] = {
+_LOCATIONS: Final[dict[SleepState, tuple[WeightsLocation, bool]]] = {
     SleepState.AWAKE: (WeightsLocation.DEVICE, True),
     SleepState.LEVEL_1: (WeightsLocation.HOST, False),
     SleepState.LEVEL_2: (WeightsLocation.DROPPED, False),
@@ -76,7 +76,7 @@ SLEEP_STATES: Final[dict[SleepState, dict[SleepEvent, SleepState]]] = {
         "wake weights": SleepState.ONLY_WEIGHTS,
         "wake kv_cache": SleepState.LEVEL_1_CACHE,
     },
-    # What is dropped cannot be put into host memory: `sleep 1` changes nothing.
+    # Dropped weights cannot be put into host memory: `sleep 1` changes nothing.
     SleepState.LEVEL_2: {"wake weights": SleepState.ONLY_WEIGHTS, "wake kv_cache": SleepState.LEVEL_2_CACHE},
     SleepState.ONLY_WEIGHTS: {
         "sleep 1": SleepState.LEVEL_1,
@@ -94,37 +94,37 @@ SLEEP_STATES: Final[dict[SleepState, dict[SleepEvent, SleepState]]] = {
         "wake weights": SleepState.AWAKE,
     },
 }
-"""An event that is not there changes nothing: so every call is idempotent."""
+"""An event that is not listed changes nothing, so every call is idempotent."""
 
 
 class Pause(enum.Enum):
-    """Whether sequences get their turn."""
+    """Which sequences are computed."""
 
     RUNNING = "running"
     WAIT = "wait"
-    """Those that have begun go on to their end, new ones wait."""
+    """Sequences that have begun are computed to their end; new ones wait."""
     KEEP = "keep"
-    """Nothing is computed; what is in the KV cache stays there."""
+    """No sequence is computed; the KV cache keeps its content."""
 
 
 PAUSES: Final[dict[Pause, dict[PauseEvent, Pause]]] = {
-    # After `pause abort` nothing is left to run.
+    # After `pause abort` no sequence is left.
     Pause.RUNNING: {"pause abort": Pause.KEEP, "pause wait": Pause.WAIT, "pause keep": Pause.KEEP},
     Pause.WAIT: {"pause abort": Pause.KEEP, "pause keep": Pause.KEEP, "resume": Pause.RUNNING},
     Pause.KEEP: {"pause wait": Pause.WAIT, "resume": Pause.RUNNING},
 }
-"""As above. The last call counts, whatever the one before was."""
+"""As above. The last call counts, whatever the state before it."""
 
 
 @dataclass(slots=True)
 class EngineControlState:
-    """All that control calls change. They change it one at a time, between steps."""
+    """All state that control calls change, one call at a time and between steps."""
 
     sleep_state: SleepState = SleepState.AWAKE
     pause: Pause = Pause.RUNNING
     weight_version: str = "default"
     weights_path: str | None = None
-    """Directory of the weights of the last update; None: those that the engine was started with."""
+    """Directory of the last weight update; None: the weights that the engine was started with."""
 
     @property
     def may_step(self) -> bool:
@@ -133,17 +133,19 @@ class EngineControlState:
 
     @property
     def admits_new(self) -> bool:
-        """Sequences that have not begun may begin."""
+        """New sequences may begin."""
         return self.pause is Pause.RUNNING
 
     def sleep_state_after(self, event: SleepEvent) -> SleepState:
+        """The state that an event leads to; nothing is changed."""
         return SLEEP_STATES[self.sleep_state].get(event, self.sleep_state)
 
     def pause_after(self, event: PauseEvent) -> Pause:
+        """The pause that an event leads to; nothing is changed."""
         return PAUSES[self.pause].get(event, self.pause)
 
     def describe(self) -> dict[str, PlainValue]:
-        """As plain data: what control calls answer."""
+        """The state as plain data, which is the answer of control calls."""
         return {
             "sleep_level": self.sleep_state.level,
             "weights_asleep": self.sleep_state.weights is not WeightsLocation.DEVICE,

@@ -1,7 +1,7 @@
-"""The engine process: told what to be through its pipe, gone when the pipe ends.
+"""The engine process: gets its configuration through its standard input, and ends when that pipe ends.
 
-The front end holds the other end of the pipe (standard input here). When the front end dies, however that happens,
-the kernel closes it, and the watching thread ends this process at once: there is nothing to save.
+The front end holds the other end of the pipe. When the front end dies, for whatever reason, the kernel closes it, and a
+thread that reads the pipe ends this process at once: there is nothing to save.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 import traceback
-from typing import NoReturn
+from typing import Final, NoReturn
 
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
@@ -27,15 +27,17 @@ from trio_llm.wire.messages import EngineDead, Progress
 
 __all__ = ["main"]
 
-_PIPE = 0
-_PR_SET_PDEATHSIG = 1
+_PIPE: Final = 0
+"""File descriptor of standard input."""
+_PR_SET_PDEATHSIG: Final = 1
+"""From linux/prctl.h."""
 
 
 def main() -> NoReturn:
-    """Run until the front end lets go of the pipe (exit code 0) or the engine fails (1)."""
+    """Run until the front end closes the pipe (exit code 0) or the engine fails (1)."""
     _tie_to_parent()
-    # Before torch is imported, which reads it once. Threads that spin while they wait starve the front end on the same
-    # cores, and each other: with two other busy processes a token took 2 to 3 times as long without this.
+    # Before torch is imported, which reads it once. Threads that spin while they wait take the cores from the front end
+    # and from each other: beside two other busy processes a token took 2 to 3 times as long without this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     boot = decode_boot(_read_exactly(int.from_bytes(_read_exactly(LENGTH_BYTES), "big")))
     threading.Thread(target=_exit_at_end_of_pipe, daemon=True).start()
@@ -43,7 +45,7 @@ def main() -> NoReturn:
     try:
         _serve(boot, link)
     except TrioLLMError as error:
-        # The operator's to mend: one line, no traceback.
+        # The operator can correct it: one line, no traceback.
         link.send(EngineDead(boot.epoch, str(error), boot.engine_index))
     except BaseException as error:
         traceback.print_exc()
@@ -51,22 +53,22 @@ def main() -> NoReturn:
     link.close()
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(1)  # not sys.exit: tearing down a device that failed may hang
+    os._exit(1)  # not sys.exit: the cleanup of a device that failed may hang
 
 
 def _serve(boot: EngineBoot, link: EngineLink) -> None:
-    def tell(phase: str, done: int, total: int) -> None:
+    def report(phase: str, done: int, total: int) -> None:
         link.send(Progress(boot.epoch, phase, done, total, boot.engine_index))
 
-    tell("starting", 0, 0)
-    executor = _load(boot.config, tell)
+    report("starting", 0, 0)
+    executor = _load(boot.config, report)
     core = EngineCore(executor, boot.config, epoch=boot.epoch, engine_index=boot.engine_index, clock=time.monotonic)
     link.send(core.ready())
     run_loop(core, link)
 
 
-def _load(config: EngineConfig, tell: ProgressCallback) -> Executor:
-    # Imported here: a fake engine must not wait seconds for torch.
+def _load(config: EngineConfig, progress: ProgressCallback) -> Executor:
+    # Imported here, so that a fake engine does not wait seconds for torch.
     if config.fake is not None:
         from trio_llm.engine.executor.fake import load_fake
 
@@ -74,15 +76,15 @@ def _load(config: EngineConfig, tell: ProgressCallback) -> Executor:
         if model_dir is None:
             from trio_llm.engine.models.locate import locate_model
 
-            model_dir = str(locate_model(config, tell))
-        return load_fake(config, tell, model_dir=model_dir)
+            model_dir = str(locate_model(config, progress))
+        return load_fake(config, progress, model_dir=model_dir)
     from trio_llm.engine.executor.torch_executor import load_torch
 
-    return load_torch(config, tell)
+    return load_torch(config, progress)
 
 
 def _tie_to_parent() -> None:
-    """Die when the parent dies, even if it never gets to close the pipe; leave the terminal's signals to it."""
+    """Die when the parent dies, even if the pipe stays open, and leave the terminal's signals to the parent."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -93,7 +95,7 @@ def _read_exactly(size: int) -> bytes:
     while len(data) < size:
         piece = os.read(_PIPE, size - len(data))
         if not piece:
-            sys.exit(0)  # the front end died first, or somebody started this by hand without a pipe
+            sys.exit(0)  # the front end died first, or this was started by hand without a pipe
         data += piece
     return data
 

@@ -234,15 +234,15 @@ def test_a_block_with_other_tokens_may_not_be_shared() -> None:
         run(executor, chunk(make_sequence("b", [1, 2, 3, 5, 6], block_ids=[0, 2]), 4, 1))
 
 
-def test_a_step_computes_a_token_that_the_step_before_has_sampled_and_nobody_was_told() -> None:
-    told = generate(make_executor(), make_sequence("a", [5, 6], block_ids=[0, 1]), 3)
+def test_a_step_computes_a_token_that_the_step_before_sampled_and_the_host_does_not_have() -> None:
+    expected = generate(make_executor(), make_sequence("a", [5, 6], block_ids=[0, 1]), 3)
     executor, sequence = make_executor(), make_sequence("a", [5, 6], block_ids=[0, 1])
 
     launched = [executor.launch(StepPlan((ScheduledChunk(sequence, 0, 2, samples=True),)))]
     launched.append(executor.launch(StepPlan((ScheduledChunk(sequence, 2, 1, samples=True),))))
 
     sampled = [outcome for step in launched for outcome in step.wait().sampled]
-    assert sampled == [SampledToken(token_id) for token_id in told[:2]]
+    assert sampled == [SampledToken(token_id) for token_id in expected[:2]]
 
 
 def test_a_step_that_is_too_far_ahead_is_refused() -> None:

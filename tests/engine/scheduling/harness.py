@@ -63,10 +63,10 @@ class MiniEngine:
         self.run_ahead = run_ahead
         self.in_flight: deque[tuple[StepPlan, LaunchedStep]] = deque()
         self.tokens: dict[str, list[int]] = {}
-        """Of answers, those generated before included."""
+        """By request: tokens of its answer, those generated before included."""
         self.finals: dict[str, EngineCoreOutput] = {}
         self.prompt_logprobs: dict[str, list[LogprobRow]] = {}
-        """Of prompts that asked for them, so far."""
+        """By request: prompt log-probabilities so far."""
         self.max_prefill_tokens: int | None = None
         """What plans may have beside tokens of answers."""
         self.num_computed: Counter[tuple[str, int]] = Counter()

@@ -180,7 +180,7 @@ def test_held_cached_and_free_blocks_are_always_all_blocks(num_blocks: int, acti
     hidden: set[int] = set()
     """Held, and not published since."""
     findable: set[bytes] = set()
-    """By what is told of it."""
+    """By the events of the log."""
     for action, number in actions:
         match action:
             case "take":

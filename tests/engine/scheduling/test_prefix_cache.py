@@ -70,7 +70,7 @@ def test_choices_of_one_prompt_that_come_together_compute_it_once_but_for_its_la
     assert len({tuple(tokens) for tokens in engine.tokens.values()}) == 4
 
 
-def test_the_first_row_tells_how_many_tokens_were_cached_and_no_other() -> None:
+def test_only_the_first_row_has_the_number_of_cached_tokens() -> None:
     engine = MiniEngine()
     serve(engine, make_sequence("first", PREFIX, PARAMS))
     engine.add(make_sequence("second", [*PREFIX, 1], PARAMS))
@@ -143,7 +143,7 @@ def test_a_request_whose_row_failed_leaves_nothing_to_be_found() -> None:
     assert second.num_cached_tokens == 0
 
 
-def test_a_preempted_sequence_finds_what_nobody_has_overwritten() -> None:
+def test_a_preempted_sequence_finds_what_was_not_overwritten() -> None:
     engine = MiniEngine(make_limits(num_blocks=8, max_model_len=32))
     older = engine.add(make_sequence("older", [1] * 8, SamplingParams(max_tokens=16)))
     newer = engine.add(make_sequence("newer", [2] * 8, SamplingParams(max_tokens=16)))

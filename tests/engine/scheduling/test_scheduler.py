@@ -184,13 +184,13 @@ def test_a_recovered_request_goes_on_where_it_was_with_the_same_tokens(num_gener
 # ------------------------------------------------------------------------------------------- aborts
 
 
-def test_aborting_an_unknown_request_is_confirmed_and_touches_nobody() -> None:
+def test_aborting_an_unknown_request_is_confirmed_and_touches_no_other() -> None:
     engine = MiniEngine()
     engine.add(make_sequence("a", [1]))
 
-    row = engine.abort("never heard of")
+    row = engine.abort("unknown")
 
-    assert row == EngineCoreOutput(request_id="never heard of", start=0, new_token_ids=[], finish_reason="abort")
+    assert row == EngineCoreOutput(request_id="unknown", start=0, new_token_ids=[], finish_reason="abort")
     engine.run(max_steps=50)
     assert engine.finals["a"].finish_reason == "length"
 
@@ -255,7 +255,7 @@ def test_what_a_step_in_flight_samples_for_an_aborted_request_is_dropped() -> No
     assert engine.tokens["b"] == answer_alone([2], SamplingParams(max_tokens=8))
 
 
-def test_blocks_freed_while_a_step_is_in_flight_go_to_nobody_before_its_commit() -> None:
+def test_blocks_freed_while_a_step_is_in_flight_are_not_given_away_before_its_commit() -> None:
     engine = MiniEngine(make_limits(num_blocks=1, max_model_len=4))
     engine.add(make_sequence("a", [1, 2]))
     assert engine.begin_step()
@@ -382,7 +382,7 @@ def test_a_smaller_priority_is_served_first() -> None:
     assert list(engine.finals) == ["high", "normal", "low"]
 
 
-def test_nobody_small_overtakes_a_big_prompt_that_waits_for_blocks() -> None:
+def test_no_small_prompt_overtakes_a_big_one_that_waits_for_blocks() -> None:
     engine = MiniEngine(make_limits(num_blocks=8, max_model_len=32))
     engine.add(make_sequence("running", [1] * 8, max_tokens=20))
     engine.step()
@@ -444,7 +444,7 @@ def test_a_preempted_request_comes_back_only_when_all_its_tokens_fit() -> None:
     assert (engine.num_starts("first"), engine.num_starts("second")) == (1, 2)
 
 
-def test_statistics_tell_what_runs_waits_and_is_free() -> None:
+def test_statistics_count_what_runs_waits_and_is_free() -> None:
     engine = MiniEngine(make_limits(num_blocks=8, max_num_seqs=1, max_num_batched_tokens=4, max_model_len=32))
     engine.add(make_sequence("a", [1] * 6, generated=[1]))
     engine.add(make_sequence("b", [2]))

@@ -1,4 +1,4 @@
-"""Sessions in the scheduler: whatever else goes on, their tokens are those of one request, and they hold nobody up."""
+"""Sessions in the scheduler: their tokens are those of one request, and they do not hold up others."""
 
 from __future__ import annotations
 

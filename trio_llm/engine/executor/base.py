@@ -17,10 +17,10 @@ __all__ = ["Executor", "LaunchedStep"]
 
 
 class LaunchedStep(Protocol):
-    """A step under way on the device."""
+    """A step that the device computes."""
 
     def wait(self) -> StepResult:
-        """Wait until it is through. Called once, in the order of launches.
+        """Wait for the result. Called once per step, in the order of launches.
 
         Raises:
             Exception: the device is lost; the engine ends. A fault of one row is a `RowError` in the result.
@@ -38,11 +38,11 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Begin to compute the plan's tokens, to write their K and V into the blocks, to sample, pool and score where
-        asked.
+        """Begin a step: compute the plan's tokens, write their K and V into the blocks, and sample, pool, and compute
+        prompt log-probabilities where the plan asks for it.
 
-        The step before may be under way still; its results are not needed on the host: a token that it samples and
-        that this plan computes (`ScheduledChunk.follows_pending`) is taken on the device.
+        The step before may still be in flight. A token that it samples and that this plan computes
+        (`ScheduledChunk.follows_pending`) is taken from the device.
 
         Raises:
             Exception: the device is lost; the engine ends.
@@ -52,39 +52,39 @@ class Executor(abc.ABC):
         """Launch, and wait. Raises as they do."""
         return self.launch(plan).wait()
 
-    # -------------------------- control: no step is in flight meanwhile, but for `memory_info` and `stop_profile`
+    # ------------------ control: no step is in flight, except during `memory_info` and `stop_profile`
 
     @abc.abstractmethod
     def move(self, weights: WeightsLocation, *, has_cache: bool) -> None:
-        """Put the weights there, and free or allocate the KV cache. What is so already stays as it is.
+        """Move the weights, and free or allocate the KV cache. No effect where that is so already.
 
-        A KV cache that comes back is empty. Weights that were dropped are read again from where they came from last:
-        the model's directory, or that of the last `update_weights`. Steps run only with the weights on the device and
-        a cache.
+        A KV cache that is allocated again is empty. Weights that were dropped are read again from the directory that
+        they were read from last: the model's, or that of the last `update_weights`. Steps run only with the weights on
+        the device and a cache.
 
         Raises:
-            Exception: there is not enough memory, or the files are gone; of what was asked for, the weights may have
-                moved and the cache not, and nothing else has changed.
-            DeviceLostError: as it says.
+            Exception: there is not enough memory, or the files are gone. The weights may have moved and the cache not;
+                nothing else has changed.
+            DeviceLostError: the content of the device is unknown.
         """
 
     @abc.abstractmethod
     def update_weights(self, folder: Path) -> None:
-        """Take the weights of a directory in Hugging Face form, of the same architecture, in place of those on the
-        device. What is in the KV cache belongs to the old ones from then on.
+        """Replace the weights on the device by those of a directory in Hugging Face form, of the same architecture. The
+        content of the KV cache still belongs to the old weights.
 
         Raises:
             EngineStartupError: the directory has no such weights; nothing has changed.
-            DeviceLostError: as it says.
+            DeviceLostError: the content of the device is unknown.
         """
 
     @abc.abstractmethod
     def memory_info(self) -> dict[str, int]:
-        """Bytes that the weights and the KV cache take, and that are free on the device."""
+        """Bytes that the weights and the KV cache take, and bytes that are free on the device."""
 
     @abc.abstractmethod
     def start_profile(self, folder: Path) -> None:
-        """Record what the device and the host do from now on, for a file in `folder`. Of no effect while it records.
+        """Record from now on what the device and the host do, for a file in `folder`. No effect while it records.
 
         Raises:
             NotSupportedError: this executor has nothing to record.
@@ -92,4 +92,4 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def stop_profile(self) -> str | None:
-        """Write what was recorded and return the file's path; None if nothing was. Raises as `start_profile`."""
+        """Write the recording and return the file's path; None if nothing was recorded. Raises as `start_profile`."""

@@ -1,6 +1,7 @@
-"""FakeExecutor: a device without a model: deterministic tokens, chosen delays and faults, strict about its plans.
+"""FakeExecutor: an executor without a model, with deterministic tokens and configured delays and faults. It refuses
+wrong plans.
 
-Not pure (it sleeps), but free of torch. Used by `FakeLLM`, benchmarks and tests of the scheduler.
+Not pure, since it sleeps, but free of torch. Used by `FakeLLM`, benchmarks and tests of the scheduler.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.device import ProgressCallback, WeightsLocation
 from trio_llm.engine.executor.base import Executor, LaunchedStep
 from trio_llm.engine.executor.fake_vectors import fake_vector
-from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
+from trio_llm.engine.sampling.logits_processors.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
 from trio_llm.errors import NotSupportedError
@@ -36,7 +37,7 @@ DEFAULT_NUM_BLOCKS: Final = 512
 _PROGRESS_INTERVAL_S: Final = 0.05
 
 _GOLDEN: Final = 0x9E3779B97F4A7C15
-"""2**64 divided by the golden ratio: multiplying by it spreads neighbours (Knuth, TAOCP 6.4)."""
+"""2**64 divided by the golden ratio: a product with it spreads neighbouring values (Knuth, TAOCP 6.4)."""
 _MASK: Final = 2**64 - 1
 
 
@@ -44,7 +45,7 @@ def load_fake(config: EngineConfig, progress: ProgressCallback, *, model_dir: st
     """The executor of `config.fake`, which must be set, after `start_s` seconds with progress reports.
 
     Args:
-        model_dir: directory with the tokenizer to pretend to.
+        model_dir: directory with the tokenizer of the pretended model.
     """
     fake = config.fake
     assert fake is not None
@@ -60,26 +61,26 @@ def load_fake(config: EngineConfig, progress: ProgressCallback, *, model_dir: st
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """What was "written" into a KV block."""
+    """What was written into a KV block."""
 
     num_tokens: int = 0
     digest: int = 0
-    """Of all tokens of a sequence up to the last one in here."""
+    """Digest of all tokens of a sequence up to the last one in this block."""
 
 
 @dataclass(slots=True, eq=False)
 class _Memory:
-    """What a device would know of a sequence."""
+    """What a device would have of a sequence."""
 
     digests: list[int] = field(default_factory=list)
-    """By position: of all tokens up to there."""
+    """Indexed by position: digest of all tokens up to it."""
     sampled: tuple[int, int] | None = None
-    """Position and id of the token sampled last."""
+    """Position and id of the newest sampled token."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _FakeStep:
-    """A step that is computed, but must not be known yet."""
+    """A step that is computed. The caller gets its result from `wait`."""
 
     executor: FakeExecutor
     number: int
@@ -93,10 +94,10 @@ class _FakeStep:
 class FakeExecutor(Executor):
     """Pretends to compute.
 
-    A token depends on the whole prompt, its index in the answer and, above temperature 0, the seed; never on batch,
-    chunks, preemption or what the cache holds. It is never an end-of-sequence id, unless a script says so. A plan that
-    skips or repeats a position, leaves the block table, or reads blocks that do not hold the sequence's own tokens, is
-    refused.
+    A token depends on the whole prompt, on its index in the answer and, above temperature 0, on the seed. It depends
+    neither on batch, chunks and preemption nor on the content of the cache. It is an end-of-sequence id only if a
+    script says so. A plan is refused if it skips or repeats a position, leaves the block table, or reads blocks that do
+    not hold the sequence's own tokens.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class FakeExecutor(Executor):
         self._weights = WeightsLocation.DEVICE
         self._has_cache = True
         self._first_digest = 0
-        """Stands for the weights: what all tokens and all that is in the cache depends on."""
+        """Stands for the weights: all tokens and the content of the cache depend on it."""
         self._num_steps = 0
         self._info = ModelConfig(
             model_dir=model_dir,
@@ -129,14 +130,14 @@ class FakeExecutor(Executor):
         return self._info
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
-        """Choose the plan's tokens; waiting for them takes `step_s` seconds.
+        """Choose the plan's tokens; `wait` takes `step_s` seconds.
 
         Raises:
             RuntimeError: a prompt starts with `killer_prompt`.
-            AssertionError: the plan is wrong: a bug of the scheduler.
+            AssertionError: the plan is wrong, which is a bug of the scheduler.
         """
-        assert self._weights is WeightsLocation.DEVICE, "a step, and the weights are asleep"
-        assert self._has_cache, "a step, and the KV cache is asleep"
+        assert self._weights is WeightsLocation.DEVICE, "a step runs while the weights sleep"
+        assert self._has_cache, "a step runs while the KV cache sleeps"
         self._num_steps += 1
         if any(chunk.sequence.token_ids[0] == self._fake.killer_prompt for chunk in plan.chunks):
             raise RuntimeError(f"the fake device is lost by a prompt that starts with token {self._fake.killer_prompt}")
@@ -145,7 +146,7 @@ class FakeExecutor(Executor):
             self._compute(chunk, written)
         result = StepResult(
             tuple(self._sample(chunk) for chunk in plan.chunks if chunk.samples),
-            tuple(self._score(chunk) for chunk in plan.chunks if chunk.prompt_logprob_positions),
+            tuple(self._prompt_logprobs(chunk) for chunk in plan.chunks if chunk.prompt_logprob_positions),
         )
         return _FakeStep(self, self._num_steps, result)
 
@@ -167,18 +168,18 @@ class FakeExecutor(Executor):
     def move(self, weights: WeightsLocation, *, has_cache: bool) -> None:
         self._weights = weights
         if not has_cache:
-            # Whoever would go on with what was in there is found out by `_check_context`.
+            # `_check_context` refuses a plan that goes on with the old content.
             self._blocks = [_Block() for _ in self._blocks]
         self._has_cache = has_cache
 
     def update_weights(self, folder: Path) -> None:
-        """The folder's name stands for what is in it: other names, other tokens."""
-        assert self._weights is WeightsLocation.DEVICE, "weights that are asleep are updated"
+        """The folder's name stands for the weights in it: other names give other tokens."""
+        assert self._weights is WeightsLocation.DEVICE, "weights are updated while they sleep"
         self._first_digest = zlib.crc32(folder.name.encode())
         self._memories.clear()
 
     def memory_info(self) -> dict[str, int]:
-        """There is no memory: a token in the cache counts as a byte."""
+        """There is no real memory: a token in the cache counts as one byte."""
         kv_cache_bytes = len(self._blocks) * self._info.block_size if self._has_cache else 0
         return {"weights_device_bytes": 0, "weights_host_bytes": 0, "kv_cache_bytes": kv_cache_bytes, "free_bytes": 0}
 
@@ -194,14 +195,14 @@ class FakeExecutor(Executor):
         """Write positions start to start + count - 1 of a sequence, after checking that a device could.
 
         Args:
-            written: who has written into which block in this step; changed.
+            written: the sequence that has written into each block in this step; extended.
         """
         sequence, end = chunk.sequence, chunk.start + chunk.count
         assert chunk.count > 0
         assert chunk.samples == (end >= len(sequence.token_ids)), f"{sequence.request_id}: sampling at {end}"
         assert end <= len(sequence.block_ids) * self._info.block_size, f"{sequence.request_id}: no block for {end - 1}"
         memory = self._memories.setdefault(sequence, _Memory())
-        # A sequence that begins again may have other tokens than before.
+        # A sequence that is computed again may have other tokens than before.
         del memory.digests[chunk.start :]
         while len(memory.digests) < end:
             position = len(memory.digests)
@@ -220,7 +221,7 @@ class FakeExecutor(Executor):
         return token_id
 
     def _check_context(self, sequence: Sequence, start: int, memory: _Memory) -> None:
-        """The blocks hold the sequence's tokens before `start`, and nothing behind them."""
+        """Assert that the blocks hold the sequence's tokens before `start`, and nothing behind them."""
         size = self._info.block_size
         for first in range(0, start, size):
             block_id, end = sequence.block_ids[first // size], min(first + size, start)
@@ -256,7 +257,7 @@ class FakeExecutor(Executor):
         return outcome
 
     def _pool(self, sequence: Sequence, pooling: PoolingParams, memory: _Memory) -> PooledVector | RowError:
-        if fault := self._find_fault(sequence):  # there is no vector that is as wrong as token -1
+        if fault := self._find_fault(sequence):  # no vector stands for token -1
             return fault if isinstance(fault, RowError) else RowError("the fake device has computed no numbers")
         size = self._fake.embedding_size if pooling.task == "embed" else self._fake.num_labels
         assert size is not None, f"{sequence.request_id}: this fake has no classes"
@@ -275,8 +276,7 @@ class FakeExecutor(Executor):
         return SampledToken(token_id, self._logprobs(token_id, index, sequence.params.logprobs))
 
     def _nearest_allowed(self, token_id: int, sequence: Sequence, pending: list[int]) -> int | None:
-        """The id itself, or else the next one, going round, that the request lets be sampled; ends only for want of
-        others."""
+        """The id, or else the next allowed one above it, then from 0 on. Ends of sequences come last of all."""
         width, eos = self._fake.logits_width, self._fake.eos_token_ids
         allowed = sequence.params.allowed_token_ids
         left = {i for i in (range(width) if allowed is None else allowed) if i < width}
@@ -285,13 +285,13 @@ class FakeExecutor(Executor):
             return token_id
         return min(left - set(eos) or left, key=lambda one: (one - token_id) % width, default=None)
 
-    def _score(self, chunk: ScheduledChunk) -> list[LogprobRow]:
+    def _prompt_logprobs(self, chunk: ScheduledChunk) -> list[LogprobRow]:
         token_ids, num_top = chunk.sequence.token_ids, chunk.sequence.params.prompt_logprobs
         rows = [self._logprobs(token_ids[position], position, num_top) for position in chunk.prompt_logprob_positions]
         return [row for row in rows if row is not None]
 
     def _find_fault(self, sequence: Sequence) -> SampledToken | RowError | None:
-        """What this row gives in place of a token, if it is to fail. A subclass may have other faults."""
+        """The fault that this row is configured to have, or None. A subclass may have other faults."""
         first = sequence.token_ids[0]
         if first == self._fake.failing_row_prompt:
             return RowError(f"the fake device fails rows whose prompt starts with token {first}")
@@ -307,7 +307,7 @@ class FakeExecutor(Executor):
         return self._choices[(_mix(prompt_digest, index) >> 32) % len(self._choices)]
 
     def _logprobs(self, token_id: int, index: int, num_top: int | None) -> LogprobRow | None:
-        """A distribution where each rank is half as likely as the one before; the sampled token has rank 1 or 2."""
+        """A distribution in which each rank is half as likely as the one before. The sampled token has rank 1 or 2."""
         if num_top is None:
             return None
         width = self._fake.logits_width

@@ -1,4 +1,4 @@
-"""fake_vector: what the FakeExecutor gives for a pooling request. Pure."""
+"""fake_vector: the result of the FakeExecutor for a pooling request. Pure."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["fake_vector"]
 
 _PRIME: Final = 2**61 - 1
 _FACTOR: Final = 48271
-"""Of a Lehmer generator (Park, Miller and Stockmeyer 1993), over a larger prime."""
+"""Factor of a Lehmer generator (Park, Miller and Stockmeyer 1993), with a larger prime."""
 
 
 def fake_vector(digest: int, pooling: PoolingParams, size: int) -> PooledVector:
-    """Numbers that follow from what is asked for: other prompts and other tokens pooled give others.
+    """Numbers that depend on the prompt and on the kind of pooling, and on nothing else.
 
     Args:
-        digest: of the prompt, 64 bits.
-        size: of the vector: numbers of an embedding, or classes.
+        digest: 64 bits that stand for the prompt.
+        size: numbers of an embedding, or classes.
     """
     state = (digest ^ (0x5DEECE66D if pooling.is_mean else 0)) % _PRIME or 1
     numbers: list[float] = []

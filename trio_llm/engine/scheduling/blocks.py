@@ -1,6 +1,6 @@
-"""BlockPool: who has which KV blocks, and which of them can be found again by what they hold.
+"""BlockPool: which KV blocks are held, and which can be found again by what they hold.
 
-Pure. Owned by the scheduler; nobody else gives or takes blocks.
+Pure. Owned by SequenceBlocks, which alone allocates and releases blocks.
 
     free ── allocate ──> held ── release, without a hash ──> free
       ^                   ^ └─── release, with a hash ────> cached ── evict, for allocate ──> held
@@ -20,35 +20,35 @@ __all__ = ["BlockPool"]
 
 
 class BlockPool:
-    """Blocks 0 to num_blocks - 1. Each is *held* by one or more sequences, or *cached*: held by nobody, but still known
-    by its hash, or *free*. Cached ones count as free: they are given away when no others are left, the one that was
-    released first before the others.
+    """Blocks 0 to num_blocks - 1. Each is *held* by one or more sequences, or *cached*: not held, but still known by
+    its hash, or *free*. Cached blocks count as free: they are allocated when no others are left, the least recently
+    released first.
 
     Args:
-        keeps_cache: False: no block is known by its hash, ever.
-        log: is told which hashes are known no more. Who publishes tells it of the others, whose tokens it knows.
+        keeps_cache: False: blocks are never known by their hash.
+        log: gets the hashes that are no longer known. The caller of `publish` logs new ones, since it has the tokens.
     """
 
     def __init__(self, num_blocks: int, *, keeps_cache: bool = True, log: KVEventLog | None = None) -> None:
         self._keeps_cache = keeps_cache
         self._log = log
         self._free = list(range(num_blocks - 1, -1, -1))
-        """A stack: what was freed last is likeliest to be in a processor's cache still."""
+        """A stack: the block that was freed last is the likeliest to be in a processor's cache still."""
         self._num_holders = [0] * num_blocks
         self._cached: OrderedDict[int, None] = OrderedDict()
-        """Held by nobody and with a hash; the next to be given away first."""
+        """Not held and with a hash; the next to be evicted first."""
         self._by_hash: dict[BlockHash, int] = {}
         self._hashes: list[BlockHash | None] = [None] * num_blocks
-        """By block. Two blocks that hold the same have one hash, and only one of them is known by it."""
+        """Indexed by block. Of two blocks with equal content, only one is known by their hash; the other has None."""
 
     @property
     def num_free(self) -> int:
-        """Blocks that can be allocated, the cached ones among them."""
+        """Blocks that can be allocated, cached ones included."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Blocks that nobody holds and that can be found by their hash."""
+        """Blocks that are not held and can be found by their hash."""
         return len(self._cached)
 
     def num_holders(self, block_id: int) -> int:
@@ -56,7 +56,7 @@ class BlockPool:
         return self._num_holders[block_id]
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks that nobody holds, or None, and nothing taken, if fewer are free."""
+        """Take `count` blocks that are not held. None, and nothing is taken, if fewer are free."""
         if count > self.num_free:
             return None
         block_ids = [self._free.pop() if self._free else self._evict() for _ in range(count)]
@@ -65,15 +65,15 @@ class BlockPool:
         return block_ids
 
     def share(self, block_ids: Iterable[int]) -> None:
-        """One more sequence holds these, which are held or cached."""
+        """Let one more sequence hold these blocks, which are held or cached."""
         for block_id in block_ids:
             if self._num_holders[block_id] == 0:
                 del self._cached[block_id]
             self._num_holders[block_id] += 1
 
     def release(self, block_ids: Sequence[int]) -> None:
-        """One sequence less holds these. Each must be held: releasing twice is a bug of ours."""
-        # From the end: the tail of a sequence is of use to fewer others than its beginning, so it is given away first.
+        """Let one sequence less hold these blocks. Each must be held: releasing twice is a bug of ours."""
+        # From the end: fewer requests can share the tail of a sequence than its beginning, so it is evicted first.
         for block_id in reversed(block_ids):
             assert self._num_holders[block_id] > 0, f"block {block_id} is released but not held"
             self._num_holders[block_id] -= 1
@@ -87,7 +87,7 @@ class BlockPool:
     # ---------------------------------------------------------------------------------------- hashes
 
     def find(self, hashes: Iterable[BlockHash]) -> list[int]:
-        """The blocks of the longest beginning of `hashes` of which all are known. Nothing is taken: see `share`."""
+        """The blocks of the longest known beginning of `hashes`. Nothing is taken: see `share`."""
         found = []
         for block_hash in hashes:
             block_id = self._by_hash.get(block_hash)
@@ -97,10 +97,10 @@ class BlockPool:
         return found
 
     def publish(self, block_id: int, block_hash: BlockHash) -> bool:
-        """Let a held block be found, which is full and never written again. Of no effect if another holds the same.
+        """Let a held block be found, which is full and never written again. No effect if its hash is known.
 
         Returns:
-            Whether the hash is known from now on, and was not before.
+            True if the hash was not known before and is from now on.
         """
         assert self._num_holders[block_id] > 0, f"block {block_id} is published but not held"
         assert self._hashes[block_id] is None, f"block {block_id} is published twice"
@@ -111,7 +111,7 @@ class BlockPool:
         return True
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Let these blocks be found no more; whoever holds them goes on holding them."""
+        """Let these blocks be found no more. Sequences that hold them keep them."""
         for block_id in block_ids:
             if self._hashes[block_id] is not None:
                 self._forget_one(block_id)
@@ -120,7 +120,7 @@ class BlockPool:
                     self._free.append(block_id)
 
     def forget_all(self) -> None:
-        """Let no block be found any more."""
+        """Let no block be found any more. Sequences keep what they hold."""
         for block_id in self._by_hash.values():
             self._hashes[block_id] = None
         self._by_hash.clear()
@@ -148,11 +148,11 @@ class BlockPool:
         """Assert that no block is lost, doubled or known by a wrong hash.
 
         Args:
-            held: the blocks of all who hold any, those that several hold as often.
+            held: the blocks of all holders; a block that several sequences hold comes several times.
         """
         holders = Counter(held)
-        told = {block_id: count for block_id, count in enumerate(self._num_holders) if count}
-        assert told == dict(holders), f"held {dict(holders)}, but {told} is known"
+        counted = {block_id: count for block_id, count in enumerate(self._num_holders) if count}
+        assert counted == dict(holders), f"held {dict(holders)}, but counted {counted}"
         everything = sorted([*self._free, *self._cached, *holders])
         assert everything == list(range(len(self._num_holders))), "a block is lost or doubled"
         assert all(self._hashes[block_id] is None for block_id in self._free), "a free block has a hash"

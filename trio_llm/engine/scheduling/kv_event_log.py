@@ -1,6 +1,6 @@
-"""KVEventLog: what enters and leaves the prefix cache, in order, until the step's message takes it along.
+"""KVEventLog: changes of the prefix cache, in order, until the message of a step takes them.
 
-Pure. Written by the block pool and by SequenceBlocks; there is none unless the configuration asks for it.
+Pure. Written by BlockPool and SequenceBlocks. It exists only if the configuration asks for it.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ __all__ = ["KVEventLog"]
 
 
 class KVEventLog:
-    """Events since the last `take`. True if there are any."""
+    """Events since the last `take`. Its truth value says whether there are any."""
 
     def __init__(self) -> None:
         self._events: list[KVEvent] = []
         self._removed: list[BlockHash] = []
-        """After all of `_events`; one event when the next one comes."""
+        """Hashes removed after all of `_events`. They become one event when the next event comes."""
 
     def __bool__(self) -> bool:
         return bool(self._events or self._removed)
@@ -25,7 +25,7 @@ class KVEventLog:
     def stored(
         self, block_hashes: list[BlockHash], *, parent: BlockHash | None, token_ids: list[int], block_size: int
     ) -> None:
-        """Blocks that follow each other can be found from now on. As the fields of `BlockStored`."""
+        """Consecutive blocks can be found from now on. The arguments are the fields of `BlockStored`."""
         self._end_removals()
         self._events.append(BlockStored(block_hashes, parent, token_ids, block_size))
 
@@ -39,7 +39,7 @@ class KVEventLog:
         self._events.append(AllBlocksCleared())
 
     def take(self) -> list[KVEvent]:
-        """All events since the last time, those that were removed one after the other as one."""
+        """Take all events. Consecutive removals are one event."""
         self._end_removals()
         events, self._events = self._events, []
         return events

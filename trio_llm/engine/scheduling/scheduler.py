@@ -72,7 +72,7 @@ class Scheduler:
         assert 0 < sequence.num_prompt_tokens <= len(sequence.token_ids) < self._limits.longest(sequence.pooling)
         assert sequence.params.max_tokens is not None, f"{sequence.request_id}: max_tokens is not filled in"
         assert sequence.num_output_tokens < sequence.params.max_tokens
-        sequence.is_under_way = sequence.num_output_tokens > 0
+        sequence.has_begun = sequence.num_output_tokens > 0
         self._sequences.add(sequence)
 
     def continue_session(self, message: Continue, problem: str | None = None) -> EngineCoreOutput | None:
@@ -207,7 +207,7 @@ class Scheduler:
         """Admit waiting sequences while budget, places and blocks last.
 
         A sequence gets blocks for all its known tokens at once: a prefill never stops half-way for lack of blocks, and
-        a sequence that was preempted does not come back just to be preempted again. A prefill that is under way takes
+        a sequence that was preempted does not come back just to be preempted again. A prefill that has begun takes
         the budget first, so no sequence is admitted before the prompt that it shares with another is planned whole. The
         exception are prompts whose log-probabilities are asked for: a step that cannot afford more of those goes on
         with the sequences behind them.
@@ -224,7 +224,7 @@ class Scheduler:
             self._num_preempted += num_evicted
             self._num_cached_now += sequence.num_computed_tokens - was_computed
             self._sequences.move(sequence, SequenceState.RUNNING)
-            sequence.is_under_way = True
+            sequence.has_begun = True
             self._plan(sequence, builder)
 
     def _next_waiting(self) -> Sequence | None:
@@ -318,7 +318,7 @@ class Scheduler:
     def _make_idle(self, sequence: Sequence) -> None:
         """End an answer of a session, which keeps its blocks until its next input comes or others need them."""
         self._sequences.move(sequence, SequenceState.IDLE)
-        sequence.is_under_way = False
+        sequence.has_begun = False
         self._blocks.idle.add(sequence)
 
     # ---------------------------------------------------------------------------------- observation

@@ -1,6 +1,6 @@
 """Sequence: a request inside the engine, its tokens and its KV blocks. SequenceQueue: sequences in order.
 
-Pure. Owned by the scheduler; executors read a sequence and write nothing in it.
+Pure. Owned by the scheduler; executors only read a sequence.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ __all__ = ["TRANSITIONS", "Sequence", "SequenceQueue", "SequenceState"]
 
 class SequenceState(enum.Enum):
     WAITING = "waiting"
-    """In the queue: new, preempted and to be computed again, or a session with a new input. Only the last may hold
-    blocks, those that it kept."""
+    """In the waiting line: new, preempted, or a session with a new input. Only such a session may hold blocks."""
     RUNNING = "running"
-    """Has blocks; is in every step, as far as budget and blocks go."""
+    """Has blocks for all its tokens, and is in every step as far as budget and blocks allow."""
     IDLE = "idle"
-    """A session between two inputs: nothing is computed. May hold blocks, until others need them."""
+    """A session between two inputs: nothing is computed. It holds its blocks until others need them."""
     FINISHED = "finished"
-    """Over, for whatever reason. Holds no blocks."""
+    """Ended, for any reason. Holds no blocks."""
 
 
 TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
@@ -45,63 +44,62 @@ class Sequence:
     """One request in the engine.
 
     Invariants (`check_scheduler` asserts them): 0 <= num_computed_tokens < num_tokens while it runs and nothing of it
-    is in flight; len(block_ids) * block_size >= num_computed_tokens; blocks only while RUNNING, but for sessions, which
-    keep theirs.
+    is in flight; len(block_ids) * block_size >= num_computed_tokens; only running sequences and sessions hold blocks.
     """
 
     request_id: str
     token_ids: list[int]
-    """Prompt, then what was generated and is known: see `num_pending_tokens`."""
+    """The prompt, then the generated tokens that are known; see `num_pending_tokens`."""
     num_prompt_tokens: int
-    """Of a session: all before the answer to its newest input."""
+    """In a session: all tokens before the answer to its newest input."""
     params: SamplingParams
     priority: int = 0
     arrival: int = 0
-    """Count of arrivals at the scheduler, which sets it: the order among equals."""
+    """Count of arrivals, set by SequenceTable: the order among equal priorities."""
     expires_at: float | None = None
-    """Engine's clock, seconds: dropped if it still waits then."""
+    """Seconds of the engine's clock: a sequence that still waits then, and has not begun, is dropped."""
     state: SequenceState = SequenceState.WAITING
     block_ids: list[int] = field(default_factory=list)
     """KV blocks, in the order of positions."""
     num_computed_tokens: int = 0
-    """Tokens whose K and V are in the cache, or will be when the steps in flight are through."""
+    """Tokens whose K and V are in the cache, or will be when the steps in flight are retired."""
     num_pending_tokens: int = 0
     """1 while a step in flight samples the next token, else 0. The token after it may be planned already."""
     num_in_flight: int = 0
     """Steps in flight that write into this sequence's blocks."""
     num_preemptions: int = 0
-    """Times it lost its blocks and had to begin again."""
+    """Times that it lost its blocks and had to begin again."""
     finish_reason: FinishReason | None = None
     bad_words: list[list[int]] = field(default_factory=list)
-    """Token ids that must not come to stand one after the other; none of these lists is empty."""
+    """Lists of token ids that must not be generated in succession; none is empty."""
     next_prompt_logprob: int = 1
-    """Prompt tokens whose log-probabilities are out, if they were asked for; the first token has none. Kept when the
-    sequence is preempted: what is out is not computed again."""
+    """Position of the first prompt token whose log-probability was not sent yet, if they were asked for; token 0 has
+    none. Kept when the sequence is preempted: a log-probability is computed and sent once."""
     is_resumable: bool = False
-    """A session: it rests at the end of an answer, and goes on with the next input."""
+    """A session: at the end of an answer it becomes idle, and its next input continues it."""
     num_earlier_tokens: int = 0
-    """Generated in answers to earlier inputs of a session."""
+    """Tokens generated in answers to earlier inputs of a session."""
     cache_root: BlockHash = NO_SALT
-    """What the chain of its blocks' hashes begins with: sequences with different ones share no blocks."""
+    """Root of the chain of its block hashes: sequences with different roots share no blocks."""
     block_hashes: list[BlockHash] = field(default_factory=list)
-    """Of the full blocks of `token_ids`, as far as they were needed."""
+    """Hashes of the full blocks of `token_ids`, as far as they were needed."""
     num_published_blocks: int = 0
-    """Of `block_ids`, from the first: those that others can find, or could if they did not hold the same elsewhere."""
+    """Blocks of `block_ids`, from the first, that were published: others can find them, or equal ones."""
     num_cached_tokens: int | None = None
     """Tokens found in the cache when it was first admitted; None before."""
     pooling: PoolingParams | None = None
-    """Set: nothing is sampled. The sequence is over, with one vector, when its last token is computed."""
-    is_under_way: bool = False
-    """Its answer has begun, here or in an earlier incarnation: it goes on when only new ones are held up."""
+    """Set: no token is sampled, and the sequence is finished, with one vector, when its last token is computed."""
+    has_begun: bool = False
+    """Its answer has begun, here or in an earlier incarnation: a pause that makes new sequences wait lets it go on."""
 
     @property
     def order(self) -> tuple[int, int]:
-        """Whom to serve first: the smaller one. Never equal for two sequences of a scheduler."""
+        """The sequence with the smaller value is served first. Two sequences of a scheduler never have equal values."""
         return self.priority, self.arrival
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are there when the steps in flight are through."""
+        """Tokens that are known when the steps in flight are retired."""
         return len(self.token_ids) + self.num_pending_tokens
 
     @property
@@ -111,7 +109,7 @@ class Sequence:
 
     @property
     def num_output_tokens(self) -> int:
-        """Tokens generated so far, those of an earlier incarnation included; of a session: for its newest input."""
+        """Tokens generated so far, also in an earlier incarnation; in a session, for its newest input."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
@@ -129,7 +127,7 @@ _order = attrgetter("order")
 
 
 class SequenceQueue:
-    """Sequences by priority, then arrival. Looking at the last one is O(1), a change costs a bisection and a shift."""
+    """Sequences by priority, then arrival. A change costs a bisection and a shift."""
 
     def __init__(self) -> None:
         self._sequences: list[Sequence] = []
@@ -143,7 +141,7 @@ class SequenceQueue:
 
     @property
     def last(self) -> Sequence:
-        """The one to serve last. The queue must not be empty."""
+        """The sequence to serve last. The queue must not be empty."""
         return self._sequences[-1]
 
     def add(self, sequence: Sequence) -> None:

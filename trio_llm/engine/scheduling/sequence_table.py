@@ -68,7 +68,7 @@ class SequenceTable:
         Args:
             only_begun: leave out those whose answer has not begun.
         """
-        return next((one for one in self.waiting if one.is_under_way or not only_begun), None)
+        return next((one for one in self.waiting if one.has_begun or not only_begun), None)
 
     def find_expired(self, now_s: float) -> list[Sequence]:
         """Waiting sequences whose deadline has passed and of which nothing was computed, here or in an earlier

@@ -1,4 +1,4 @@
-"""Sessions in the scheduler: what an input adds to a sequence, and the blocks that those keep which do not run.
+"""Sessions in the scheduler: what an input adds to a sequence, and the blocks of sequences that do not run.
 
 Pure. Owned by the scheduler.
 """
@@ -16,13 +16,14 @@ __all__ = ["IdleBlocks", "extend"]
 
 
 def extend(sequence: Sequence, message: Continue, max_model_len: int) -> str | None:
-    """Put an input behind all that a session has. What was computed stays so; the last token of an answer never was.
+    """Append an input to the tokens of a session. What was computed stays valid; the last token of an answer never was
+    computed.
 
     Returns:
-        Why it cannot be, which the front end should have seen; then nothing is changed.
+        Why the session cannot take the input, which the front end should have seen; then nothing is changed.
     """
     if sequence.state is not SequenceState.IDLE:
-        return "an input came before the answer to the one before was over"
+        return "an input came before the answer to the input before it was finished"
     if not message.token_ids:
         return "the input has no tokens"
     if len(sequence.token_ids) + len(message.token_ids) >= max_model_len:
@@ -37,71 +38,71 @@ def extend(sequence: Sequence, message: Continue, max_model_len: int) -> str | N
 
 
 class IdleBlocks:
-    """The sequences that hold blocks without running: idle sessions, and those that wait with a new input.
+    """The sequences that hold blocks without running: idle sessions, and sessions that wait with a new input.
 
-    Their blocks save time and nothing else, so whoever runs may have them: the sessions are computed again then.
+    Their blocks only save time, so running sequences may take them; the sessions are computed again then.
     """
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
-        self._keepers = SequenceQueue()
+        self._holders = SequenceQueue()
 
     def __bool__(self) -> bool:
-        return len(self._keepers) > 0
+        return len(self._holders) > 0
 
     def add(self, sequence: Sequence) -> None:
-        """It does not run now. Of no effect if it has no blocks."""
+        """Count a sequence that does not run. No effect if it has no blocks."""
         if sequence.block_ids:
-            self._keepers.add(sequence)
+            self._holders.add(sequence)
 
     def remove(self, sequence: Sequence) -> None:
-        """It runs or ends now. Of no effect if it has no blocks: then it is not here."""
+        """Forget a sequence that runs or ends now. No effect if it has no blocks: then it is not here."""
         if sequence.block_ids:
-            self._keepers.remove(sequence)
+            self._holders.remove(sequence)
 
     def can_give(self, count: int, *, but: Sequence) -> bool:
-        """`take` from all but `but` would free `count` blocks: those that nobody else shares."""
-        others = [sequence for sequence in self._keepers if sequence is not but]
+        """Whether `take` could free `count` blocks. A block that a running sequence shares is not freed."""
+        others = [sequence for sequence in self._holders if sequence is not but]
         if sum(len(sequence.block_ids) for sequence in others) < count:
             return False
-        num_kept = Counter(block_id for sequence in others for block_id in sequence.block_ids)
-        return sum(self._pool.num_holders(block_id) == held for block_id, held in num_kept.items()) >= count
+        num_held = Counter(block_id for sequence in others for block_id in sequence.block_ids)
+        return sum(self._pool.num_holders(block_id) == held for block_id, held in num_held.items()) >= count
 
     def take(self, count: int, *, but: Sequence) -> int:
-        """Take blocks from others than `but`, the latest first, until `count` are free in all, or none is left.
+        """Take the blocks of one sequence after the other, the latest first and never `but`, until `count` are free.
 
         Returns:
-            How many sequences have lost theirs.
+            The number of sequences that lost their blocks.
         """
         num_evicted = 0
         # A copy: the queue changes.
-        for sequence in reversed(list(self._keepers)):
+        for sequence in reversed(list(self._holders)):
             if self._pool.num_free >= count:
                 break
             if sequence is not but:
-                self._lose(sequence)
+                self._evict(sequence)
                 num_evicted += 1
         return num_evicted
 
     def take_all(self) -> int:
-        """Take all blocks from all. Returns how many sequences have lost theirs."""
-        keepers = list(self._keepers)
-        for sequence in reversed(keepers):
-            self._lose(sequence)
-        return len(keepers)
+        """Take the blocks of all. Returns the number of sequences that lost theirs."""
+        holders = list(self._holders)
+        for sequence in reversed(holders):
+            self._evict(sequence)
+        return len(holders)
 
-    def _lose(self, sequence: Sequence) -> None:
-        self._keepers.remove(sequence)
+    def _evict(self, sequence: Sequence) -> None:
+        self._holders.remove(sequence)
         self._pool.release(sequence.block_ids)
         sequence.block_ids = []
         sequence.num_published_blocks = 0
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
 
-    def check(self, resting: Iterable[Sequence], block_size: int) -> None:
-        """Assert that the sequences which do not run are here exactly if they have blocks, and are consistent."""
+    def check(self, not_running: Iterable[Sequence], block_size: int) -> None:
+        """Assert that a sequence that does not run is here exactly if it has blocks, and is consistent."""
         with_blocks = []
-        for sequence in resting:
+        for sequence in not_running:
             if not sequence.block_ids:
                 assert sequence.num_computed_tokens == 0
                 continue
@@ -109,5 +110,5 @@ class IdleBlocks:
             assert sequence.is_resumable, f"{sequence.request_id} holds blocks and does not run"
             assert 0 < sequence.num_computed_tokens < sequence.num_tokens
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * block_size
-        assert {sequence.request_id for sequence in with_blocks} == {one.request_id for one in self._keepers}
-        assert len(with_blocks) == len(self._keepers)
+        assert {sequence.request_id for sequence in with_blocks} == {one.request_id for one in self._holders}
+        assert len(with_blocks) == len(self._holders)

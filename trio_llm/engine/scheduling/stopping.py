@@ -13,7 +13,7 @@ __all__ = ["ends_with_pending", "find_end"]
 
 
 def find_end(sequence: Sequence, limits: SchedulerLimits) -> tuple[FinishReason | None, int | None]:
-    """Whether the last token ends the sequence: finish reason, and the caller's stop token if it was one."""
+    """Whether the last token ends the sequence: the finish reason, and the stop token of the request if it was one."""
     params = sequence.params
     token_id = sequence.token_ids[-1]
     if sequence.num_output_tokens >= params.min_tokens:
@@ -28,7 +28,7 @@ def find_end(sequence: Sequence, limits: SchedulerLimits) -> tuple[FinishReason 
 
 
 def ends_with_pending(sequence: Sequence, limits: SchedulerLimits) -> bool:
-    """Whether the tokens in flight end the sequence, whatever they are. A stop token cannot be foreseen."""
+    """Whether the tokens in flight end the sequence by its length, whatever they are."""
     assert sequence.params.max_tokens is not None
     num_output_tokens = sequence.num_output_tokens + sequence.num_pending_tokens
     return num_output_tokens >= sequence.params.max_tokens or sequence.num_tokens >= limits.max_model_len
