@@ -11,8 +11,8 @@ from torch import Tensor
 
 from trio_llm.engine.models.base import Model
 from trio_llm.engine.sampling.logprobs import PendingLogprobs
-from trio_llm.engine.sampling.transfer import to_device
 from trio_llm.engine.scheduling.step import StepPlan
+from trio_llm.engine.transfer import to_device
 from trio_llm.wire.messages import LogprobRow
 
 __all__ = ["PendingPromptLogprobs", "has_prompt_logprobs", "launch_prompt_logprobs"]

@@ -29,7 +29,6 @@ from trio_llm.engine.ops.kv_layout import BLOCK_SIZE
 from trio_llm.engine.sampling.sampler import PendingTokens, Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import ScheduledChunk, StepPlan, StepResult
-from trio_llm.engine.transfer import to_device
 from trio_llm.engine.worker.buffers import StepBuffers
 from trio_llm.engine.worker.host_batch import lay_out
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
