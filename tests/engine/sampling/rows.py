@@ -15,8 +15,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from trio_llm.engine.sampling.bans import banned_tokens
-from trio_llm.engine.sampling.keyed_noise import gumbel_noise, mix_seeds, row_keys, token_hashes
+from trio_llm.engine.sampling.gumbel import gumbel_noise, mix_seeds, row_keys, token_hashes
+from trio_llm.engine.sampling.logits_processors.bans import banned_tokens
 from trio_llm.engine.sampling.sampler import Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import RowError, SampledToken

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
 from tests.engine.sampling.rows import sample
-from trio_llm.engine.sampling.bans import banned_tokens
+from trio_llm.engine.sampling.logits_processors.bans import banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import RowError, SampledToken
 from trio_llm.sampling import SamplingParams

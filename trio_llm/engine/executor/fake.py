@@ -21,7 +21,7 @@ from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.device import ProgressCallback, WeightsLocation
 from trio_llm.engine.executor.base import Executor, LaunchedStep
 from trio_llm.engine.executor.fake_vectors import fake_vector
-from trio_llm.engine.sampling.bans import NOTHING_LEFT, banned_tokens
+from trio_llm.engine.sampling.logits_processors.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
 from trio_llm.errors import NotSupportedError

@@ -1,38 +1,77 @@
-"""min_p, top-k and top-p: which tokens of each row may be drawn.
+"""Filters: which tokens of each row may be drawn, by min_p, top-k and top-p. A new one is one class and one entry in
+`FILTERS`.
 
-Each becomes one threshold on the logits, so tokens of equal logits stay or go together: what is kept depends
-on the row alone, never on how a sort orders equals. Used by the sampler.
+Each gives one threshold on the logits, so tokens of equal logits stay or go together: what is kept depends on the row
+alone, never on how a sort orders equals. Used by the sampler.
 """
 
 from __future__ import annotations
 
+import abc
 import math
 from collections.abc import Sequence
+from typing import Final, Self
 
 import torch
 from torch import Tensor
 
-from trio_llm.engine.sampling.transfer import to_device
+from trio_llm.engine.transfer import to_device
+from trio_llm.sampling import SamplingParams
 
-__all__ = ["MinPFilter", "TopFilter"]
+__all__ = ["FILTERS", "Filter", "MinPFilter", "TopFilter"]
 
 _FIRST_LOOK = 1024
 """Likeliest tokens that a row with top-p alone looks at first: its nucleus is nearly always smaller."""
 
 
-class MinPFilter:
+class Filter(abc.ABC):
+    """Made for R rows of a batch, and used at each step until the batch changes."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def applies(params: SamplingParams, width: int) -> bool:
+        """Whether a row that is drawn needs this filter.
+
+        Args:
+            width: tokens in the vocabulary.
+        """
+
+    @classmethod
+    @abc.abstractmethod
+    def make(cls, rows: Sequence[SamplingParams], *, width: int, device: torch.device) -> Self:
+        """A filter for rows it applies to, at least one."""
+
+    @abc.abstractmethod
+    def threshold(self, logits: Tensor) -> Tensor:
+        """The smallest logit that each row keeps; the likeliest token is at or above it.
+
+        Args:
+            logits: float32[R, V], after temperature and the filters before this one.
+        Returns:
+            float32[R, 1]. Has no meaning for a row that has NaN or infinity.
+        """
+
+
+class MinPFilter(Filter):
     """min_p of R rows that have neither top-k nor top-p."""
 
     def __init__(self, min_p: Sequence[float], device: torch.device) -> None:
         self._margin = _log_column(min_p, device)
 
+    @staticmethod
+    def applies(params: SamplingParams, width: int) -> bool:
+        return params.min_p > 0 and not TopFilter.applies(params, width)
+
+    @classmethod
+    def make(cls, rows: Sequence[SamplingParams], *, width: int, device: torch.device) -> Self:
+        return cls([one.min_p for one in rows], device)
+
     def threshold(self, logits: Tensor) -> Tensor:
-        """The smallest logit that each row keeps, float32[R, 1], of float32[R, V] after temperature."""
         return logits.amax(1, keepdim=True) + self._margin
 
 
-class TopFilter:
-    """top-k, then top-p of what that leaves, for R rows; of what min_p leaves where they have that, too.
+class TopFilter(Filter):
+    """top-k, then top-p of what that leaves, for R rows; of what min_p leaves where they use that, too.
 
     Args:
         top_k: R of them; 0: no limit.
@@ -71,14 +110,21 @@ class TopFilter:
         if alone:
             self._look = max(self._look, first_look)
 
-    def threshold(self, logits: Tensor) -> Tensor:
-        """The smallest logit that each row keeps; the likeliest token is at or above it.
+    @staticmethod
+    def applies(params: SamplingParams, width: int) -> bool:
+        return params.top_p < 1 or 0 < params.top_k < width
 
-        Args:
-            logits: float32[R, V], after temperature.
-        Returns:
-            float32[R, 1]. Of no meaning for a row that has NaN or infinity.
-        """
+    @classmethod
+    def make(cls, rows: Sequence[SamplingParams], *, width: int, device: torch.device) -> Self:
+        return cls(
+            [one.top_k for one in rows],
+            [one.top_p for one in rows],
+            [one.min_p for one in rows],
+            width=width,
+            device=device,
+        )
+
+    def threshold(self, logits: Tensor) -> Tensor:
         threshold, is_final = self._look_at(logits, None, look=self._look)
         if self._wide is not None:
             wide, _ = self._look_at(logits, self._wide, look=self._wide_look)
@@ -91,7 +137,7 @@ class TopFilter:
         return threshold
 
     def _look_at(self, logits: Tensor, rows: Tensor | None, *, look: int) -> tuple[Tensor, Tensor]:
-        """What the `look` likeliest tokens of some rows, or all, tell.
+        """Thresholds by the `look` likeliest tokens of some rows, or all.
 
         Returns:
             Thresholds, float32[R, 1], and whether they are final, bool[R].
@@ -138,6 +184,11 @@ class TopFilter:
             return seen
         mass = _mass(logits.index_select(0, rows), floor.index_select(0, rows))
         return seen.index_copy(0, rows, mass.double())
+
+
+FILTERS: Final[tuple[type[Filter], ...]] = (MinPFilter, TopFilter)
+"""In the order in which a row goes through them. The rows of the last one are one slice of every batch, so the most
+expensive one stands there."""
 
 
 def _mass(logits: Tensor, floor: Tensor) -> Tensor:

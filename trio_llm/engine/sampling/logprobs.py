@@ -10,15 +10,38 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from trio_llm.engine.sampling.transfer import HostCopy, to_device
+from trio_llm.engine.transfer import HostCopy, to_device
 from trio_llm.sampling import MAX_LOGPROBS
 from trio_llm.wire.messages import LogprobRow
 
-__all__ = ["PendingLogprobs", "logprob_rows"]
+__all__ = ["LogprobRows", "PendingLogprobs", "logprob_rows"]
+
+
+class LogprobRows:
+    """Which rows of a batch get log-probabilities.
+
+    Args:
+        num_top: alternatives that each row asks for; None: no log-probabilities.
+    """
+
+    def __init__(self, num_top: Sequence[int | None], device: torch.device) -> None:
+        self.rows = [row for row, count in enumerate(num_top) if count is not None]
+        self._num_top = [count for count in num_top if count is not None]
+        self._index: Tensor | None = None  # int64; None: all rows
+        if 0 < len(self.rows) < len(num_top):
+            self._index = to_device(self.rows, device, dtype=torch.int64)
+
+    def launch(self, logits: Tensor, token_ids: Tensor) -> PendingLogprobs | None:
+        """Begin to compute those of all rows together; None: no row gets any. Arguments as for `PendingLogprobs`."""
+        if not self.rows:
+            return None
+        if self._index is not None:
+            logits, token_ids = logits.index_select(0, self._index), token_ids.index_select(0, self._index)
+        return PendingLogprobs(logits, token_ids, self._num_top)
 
 
 class PendingLogprobs:
-    """Begins to compute, and does not wait for it. Takes float32[N, V] twice besides the logits.
+    """Begins to compute, and does not wait. Takes float32[N, V] twice besides the logits.
 
     Args:
         logits: [N, V] of any floating type; not changed.
@@ -36,7 +59,7 @@ class PendingLogprobs:
         self._copy = HostCopy(token_ids, own.squeeze(1), ranks, top.indices, top.values)
 
     def wait(self) -> list[LogprobRow]:
-        """One row a position."""
+        """One row per token, once the device has computed them."""
         ids, own, ranks, top_ids, top_values = (tensor.tolist() for tensor in self._copy.wait())
         return [
             LogprobRow([ids[n], *top_ids[n][:count]], [own[n], *top_values[n][:count]], ranks[n])
@@ -45,5 +68,5 @@ class PendingLogprobs:
 
 
 def logprob_rows(logits: Tensor, token_ids: Sequence[int], num_top: Sequence[int]) -> list[LogprobRow]:
-    """`PendingLogprobs` of ids that the host knows, waited for."""
+    """What `PendingLogprobs` gives for ids that the host knows. Waits for the device."""
     return PendingLogprobs(logits, to_device(token_ids, logits.device, dtype=torch.int64), num_top).wait()

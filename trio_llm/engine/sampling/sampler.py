@@ -3,8 +3,8 @@
 A row's result depends on its logits, tokens, parameters, seed and position alone. A row that cannot be sampled
 gets an error of its own. An option costs something for the rows that use it. Used by the torch executor.
 
-Order: log-probabilities of the model itself; allowed_token_ids; bad_words, min_tokens and logit_bias; penalties;
-temperature; min_p; top_k; top_p; draw.
+Order: log-probabilities of the model itself; the logits processors, as `LOGITS_PROCESSORS` has them; temperature; the
+filters, as `FILTERS` has them; draw.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from collections.abc import Sequence as Rows
 import torch
 from torch import Tensor
 
-from trio_llm.engine.sampling.bans import NOTHING_LEFT
-from trio_llm.engine.sampling.kept import KeptSequences
-from trio_llm.engine.sampling.keyed_noise import log_race, row_keys, token_hashes
+from trio_llm.engine.sampling.argmax import likeliest, likeliest_of
+from trio_llm.engine.sampling.filters import FILTERS, Filter
+from trio_llm.engine.sampling.gumbel import token_hashes
 from trio_llm.engine.sampling.layout import Layout
+from trio_llm.engine.sampling.logits_processors.bans import NOTHING_LEFT
+from trio_llm.engine.sampling.logits_processors.base import LogitsProcessor
+from trio_llm.engine.sampling.logits_processors.chain import LOGITS_PROCESSORS
+from trio_llm.engine.sampling.logits_processors.sampler_state import SamplerState
 from trio_llm.engine.sampling.logprobs import PendingLogprobs
-from trio_llm.engine.sampling.transfer import HostCopy
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import RowError, SampledToken
+from trio_llm.engine.transfer import HostCopy
 
 __all__ = ["PendingTokens", "Sampler"]
 
-_BLOCK_TOKENS = 4 * 49_152
-"""Scores for each thread of a CPU at once: noise takes many passes, which are quicker in its cache."""
-_CHUNK = 256
-_MANY_TOKENS = 4096
 _NOT_FINITE = "the model computed NaN or infinity instead of scores; this request cannot go on"
 
 
@@ -41,47 +41,62 @@ class PendingTokens:
         """int64[B], on the device; the next step may be launched with them. Within the vocabulary, also for rows that
         failed, whose tokens mean nothing."""
         self._copy = HostCopy(token_ids, best)
-        self._is_edited = layout.is_edited
-        self._has_logprobs = layout.has_logprobs
+        self._is_processed = layout.is_processed
         self._logprobs = logprobs
+        self._logprob_rows = layout.logprobs.rows
 
     def wait(self) -> list[SampledToken | RowError]:
-        """B results in order. The one place that waits for the device."""
+        """B results in order. Only this waits for the device."""
         token_ids, best = self._copy.wait()
         results: list[SampledToken | RowError] = [
             SampledToken(token) if math.isfinite(score) else self._error(i, score)
             for i, (token, score) in enumerate(zip(token_ids.tolist(), best.tolist(), strict=True))
         ]
         if self._logprobs is not None:
-            wanted = (i for i, has in enumerate(self._has_logprobs) if has)
-            for i, row in zip(wanted, self._logprobs.wait(), strict=True):
+            for i, row in zip(self._logprob_rows, self._logprobs.wait(), strict=True):
                 result = results[i]
                 if isinstance(result, SampledToken):
                     results[i] = SampledToken(result.token_id, row)
         return results
 
     def _error(self, row: int, best: float) -> RowError:
-        return RowError(NOTHING_LEFT if self._is_edited[row] and best == -math.inf else _NOT_FINITE)
+        return RowError(NOTHING_LEFT if self._is_processed[row] and best == -math.inf else _NOT_FINITE)
 
 
 class Sampler:
-    """For one model. What it keeps between steps saves time and changes no result."""
+    """For one model. What it keeps between steps saves time and changes no result.
 
-    def __init__(self, eos_token_ids: tuple[int, ...], *, width: int, device: torch.device) -> None:
-        self._kept = KeptSequences(eos_token_ids, width=width, device=device)
+    Args:
+        width: tokens in the vocabulary.
+        processors: all kinds of logits processors, in the order in which they change scores.
+        filters: all kinds of filters, in the order in which a row goes through them.
+    """
+
+    def __init__(
+        self,
+        eos_token_ids: tuple[int, ...],
+        *,
+        width: int,
+        device: torch.device,
+        processors: Rows[type[LogitsProcessor]] = LOGITS_PROCESSORS,
+        filters: Rows[type[Filter]] = FILTERS,
+    ) -> None:
+        self._state = SamplerState(eos_token_ids, width=width, device=device)
+        self._processors = processors
+        self._filters = filters
         with torch.inference_mode():
             self._hashes = token_hashes(torch.arange(width, dtype=torch.int32, device=device).unsqueeze(0))
         self._layout: Layout | None = None
 
     @property
-    def num_kept(self) -> int:
+    def num_states(self) -> int:
         """Sequences that something is kept of."""
-        return len(self._kept)
+        return len(self._state)
 
     @property
     def num_count_rows(self) -> int:
-        """Rows of counts for penalties that memory is taken for, 4 bytes a token of the vocabulary each."""
-        return len(self._kept.counts.table)
+        """Rows of counts for penalties that memory is taken for, 4 bytes per token of the vocabulary each."""
+        return len(self._state.counts.table)
 
     @torch.inference_mode()
     def launch(self, logits: Tensor, rows: Rows[Sequence], *, positions: list[int], previous: Tensor) -> PendingTokens:
@@ -97,103 +112,33 @@ class Sampler:
         if layout is None or not layout.goes_on_with(rows, positions):
             if layout is not None:
                 layout.close()
-            layout = self._layout = Layout(rows, positions, self._kept)
+            layout = self._layout = Layout(rows, positions, self._state, self._processors, self._filters)
         best, token_ids = self._choose(logits, layout, previous)
         layout.advance()
-        logprobs = None
-        if layout.num_top:
-            of_rows, of_tokens = logits, token_ids
-            if layout.logprob_rows is not None:
-                of_rows = logits.index_select(0, layout.logprob_rows)
-                of_tokens = token_ids.index_select(0, layout.logprob_rows)
-            logprobs = PendingLogprobs(of_rows, of_tokens, layout.num_top)
-        return PendingTokens(token_ids, best, layout, logprobs)
+        return PendingTokens(token_ids, best, layout, layout.logprobs.launch(logits, token_ids))
 
     def _choose(self, logits: Tensor, layout: Layout, previous: Tensor) -> tuple[Tensor, Tensor]:
         """The best score of each row, and its token, int64[B]."""
-        if layout.num_scores == 0:
-            return _likeliest(logits)
-        scores = (logits if layout.scored is None else logits.index_select(0, layout.scored)).float()
-        if scores is logits and (layout.edits or layout.regions):
+        order, index, draw = layout.order, layout.index, layout.draw
+        if order.num_scores == 0:
+            return likeliest(logits)
+        scores = (logits if index.scores is None else logits.index_select(0, index.scores)).float()
+        if scores is logits and (layout.processors or (draw is not None and draw.filtered)):
             scores = logits.clone()
-        for edit in layout.edits:
-            edit.apply(scores[: layout.num_edited], previous)
+        for processor in layout.processors:
+            processor.apply(scores[: order.num_processed], previous)
         parts = []
-        if layout.drawn_from > 0:
-            parts.append(_likeliest(scores[: layout.drawn_from]))
-        if layout.drawn_from < layout.num_scores:
-            parts.append(self._draw(scores, layout, is_own=scores is not logits))
-        if layout.greedy is not None and len(layout.greedy):
-            best, token_ids = _likeliest_of(logits, layout.greedy, layout.greedy_runs)
+        num_greedy = order.num_scores - order.num_drawn
+        if num_greedy > 0:
+            parts.append(likeliest(scores[:num_greedy]))
+        if draw is not None:
+            parts.append(draw.choose(scores[num_greedy:], self._hashes, may_change=scores is not logits))
+        if index.greedy is not None and len(index.greedy):
+            best, token_ids = likeliest_of(logits, index.greedy, index.greedy_runs)
             parts.append((best.float(), token_ids))
-        if len(parts) == 1 and layout.back is None:
+        if len(parts) == 1 and index.back is None:
             return parts[0]
         best, token_ids = (torch.cat(column) for column in zip(*parts, strict=True))
-        if layout.back is None:
+        if index.back is None:
             return best, token_ids
-        return best.index_select(0, layout.back), token_ids.index_select(0, layout.back)
-
-    def _draw(self, scores: Tensor, layout: Layout, *, is_own: bool) -> tuple[Tensor, Tensor]:
-        """A token of each row to draw, int64[D], and the score that won it.
-
-        Args:
-            is_own: the scores may be changed.
-        """
-        drawn = scores[layout.drawn_from :]
-        if layout.temperature is not None:
-            drawn = drawn.div_(layout.temperature) if is_own else drawn / layout.temperature
-        for region in layout.regions:
-            part = scores[region.begin : region.end]
-            part.masked_fill_(part < region.filter.threshold(part), float("-inf"))
-        keys = row_keys(layout.seeds, layout.positions)
-        layout.positions.add_(1)
-        num_rows = max(1, torch.get_num_threads() * _BLOCK_TOKENS // scores.shape[1])
-        if scores.is_cuda or len(keys) <= num_rows:
-            return _likeliest(drawn - log_race(keys, self._hashes))
-        blocks = [
-            _likeliest(some - log_race(keys_of_some, self._hashes))
-            for some, keys_of_some in zip(drawn.split(num_rows), keys.split(num_rows), strict=True)
-        ]
-        best, token_ids = (torch.cat(column) for column in zip(*blocks, strict=True))
-        return best, token_ids
-
-
-def _likeliest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest score of each row, the first of equals, and its index, int64[R]. NaN counts as the largest."""
-    width = scores.shape[1]
-    if scores.is_cuda or width < _MANY_TOKENS:
-        best, index = scores.max(1)
-        return best, index
-    # On a CPU the index costs many times what the value does, so it is looked for in one chunk.
-    candidates = _candidates(_chunk_maxima(scores), width)
-    best, place = scores.gather(1, candidates).max(1)
-    return best, candidates.gather(1, place.unsqueeze(1)).squeeze(1)
-
-
-def _likeliest_of(scores: Tensor, rows: Tensor, runs: list[slice]) -> tuple[Tensor, Tensor]:
-    """`_likeliest` of some rows. On a CPU copying them would cost more than all else.
-
-    Args:
-        rows: int64[R], ascending.
-        runs: the same.
-    """
-    width = scores.shape[1]
-    if scores.is_cuda or width < _MANY_TOKENS:
-        return _likeliest(scores.index_select(0, rows))
-    candidates = _candidates(torch.cat([_chunk_maxima(scores[run]) for run in runs]), width)
-    best, place = scores[rows.unsqueeze(1), candidates].max(1)
-    return best, candidates.gather(1, place.unsqueeze(1)).squeeze(1)
-
-
-def _chunk_maxima(scores: Tensor) -> Tensor:
-    """The largest score of each whole chunk of each row."""
-    num_chunks = scores.shape[1] // _CHUNK
-    return scores[:, : num_chunks * _CHUNK].unflatten(1, (num_chunks, _CHUNK)).amax(2)
-
-
-def _candidates(maxima: Tensor, width: int) -> Tensor:
-    """Tokens of which one is the likeliest, int64[R, K]: those of the first best chunk, and those behind all chunks."""
-    candidates = maxima.argmax(1, keepdim=True) * _CHUNK + torch.arange(_CHUNK)
-    if (begin := maxima.shape[1] * _CHUNK) < width:
-        candidates = torch.cat((candidates, torch.arange(begin, width).expand(len(maxima), -1)), dim=1)
-    return candidates
+        return best.index_select(0, index.back), token_ids.index_select(0, index.back)

@@ -14,9 +14,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from trio_llm.engine.sampling.transfer import HostCopy
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import PooledVector, RowError, ScheduledChunk, StepPlan
+from trio_llm.engine.transfer import HostCopy
 
 __all__ = ["PendingVectors", "Pooler"]
 

@@ -90,11 +90,11 @@ def test_rows_that_are_preempted_and_forgotten_get_what_they_get_undisturbed() -
 
     for _ in range(10):
         run(sampler, rows, logits_at=logits_at, num_steps=3)
-        assert sampler.num_kept == len(rows)
+        assert sampler.num_states == len(rows)
         for one in rows:
             one.state = SequenceState.WAITING
         sample(LOGITS.unsqueeze(0), [make_sequence([1], logit_bias={1: 1.0})], sampler=sampler)
-        assert sampler.num_kept == 1
+        assert sampler.num_states == 1
         for one in rows:
             one.state = SequenceState.RUNNING
 
@@ -156,7 +156,7 @@ def test_nothing_is_kept_of_plain_rows_and_little_of_traffic() -> None:
     logits = LOGITS.unsqueeze(0)
     for seed in range(100):
         sample(logits, [make_sequence([1], seed=seed, top_p=0.5, logprobs=1)], sampler=sampler)
-    assert sampler.num_kept == 0
+    assert sampler.num_states == 0
 
     for seed in range(100):
         sequence = make_sequence([1], seed=seed, frequency_penalty=0.5, logit_bias={1: 1.0})
@@ -164,5 +164,5 @@ def test_nothing_is_kept_of_plain_rows_and_little_of_traffic() -> None:
         sample(logits, [sequence], sampler=sampler)
         sequence.state = SequenceState.FINISHED
 
-    assert sampler.num_kept == 1
+    assert sampler.num_states == 1
     assert sampler.num_count_rows <= 4

@@ -1,7 +1,7 @@
-"""Gumbel noise that is a function of (seed, position, token id) and of nothing else.
+"""Gumbel noise that is a function of seed, position and token id alone.
 
 Adding it to log-probabilities and taking the largest draws from the distribution (the Gumbel-max trick).
-No generator state: the batch, the order of requests, chunks and restarts cannot change what is drawn, and
+There is no generator state: the batch, the order of requests, chunks and restarts cannot change what is drawn, and
 every device computes the same bits up to the logarithm. Used by the sampler.
 """
 
@@ -10,14 +10,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["gumbel_noise", "log_race", "mix_seeds", "row_keys", "token_hashes"]
+__all__ = ["gumbel_noise", "mix_seeds", "negated_gumbel_noise", "row_keys", "token_hashes"]
 
 _LARGEST_BELOW_ONE = 1 - 2**-24  # float32
 _MINUS_HALF_A_STEP = torch.tensor(-(2.0**-32))
 
 
 def mix_seeds(seeds: Tensor) -> Tensor:
-    """What `row_keys` wants of seeds: int64[R] to int64[R]. Once for each request."""
+    """Seeds as `row_keys` takes them: int64[R] to int64[R]. Once per request."""
     return _mix64(seeds)
 
 
@@ -34,7 +34,7 @@ def row_keys(mixed_seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def token_hashes(token_ids: Tensor) -> Tensor:
-    """What `gumbel_noise` wants of token ids: int32[1, K] to int32[1, K]. Once for each model."""
+    """Token ids as `gumbel_noise` takes them: int32[1, K] to int32[1, K]. Once per model."""
     return _mix32(token_ids * _signed32(0x9E3779B1))
 
 
@@ -47,15 +47,15 @@ def gumbel_noise(keys: Tensor, hashes: Tensor) -> Tensor:
     Returns:
         float32[R, K].
     """
-    return log_race(keys, hashes).neg_()
+    return negated_gumbel_noise(keys, hashes).neg_()
 
 
-def log_race(keys: Tensor, hashes: Tensor) -> Tensor:
-    """What `gumbel_noise` gives, negated: for callers that subtract it, which saves a pass."""
+def negated_gumbel_noise(keys: Tensor, hashes: Tensor) -> Tensor:
+    """`gumbel_noise`, negated: the logarithm of an exponential variable. Subtracting it saves a pass."""
     halves = keys.unsqueeze(1).view(torch.int32)  # [R, 2]: low, high
     bits = _mix32_(hashes ^ halves[:, :1])
     bits = _mix32_(bits.add_(halves[:, 1:]))
-    # An exponential variable from v in (0, 1): small v, which win the race, keep full precision. Here it is -v.
+    # An exponential variable from v in (0, 1). The smallest decide a draw, and keep full precision. Here it is -v.
     minus_v = bits.bitwise_and_(0x7FFFFFFF).to(torch.float32)
     torch.add(_MINUS_HALF_A_STEP, minus_v, alpha=-(2.0**-31), out=minus_v)
     return minus_v.clamp_(min=-_LARGEST_BELOW_ONE).log1p_().neg_().log_()

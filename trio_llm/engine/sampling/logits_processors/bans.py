@@ -1,7 +1,7 @@
 """Bans: which tokens a sequence must not get next.
 
-Pure. `banned_tokens` is the rule in plain words: for the fake executor, and for tests of the sampler, which bans
-the same tokens on the device.
+Pure. `banned_tokens` is the rule in plain Python: for the fake executor, and for tests of the logits processors, which
+ban the same tokens on the device.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def banned_tokens(
     """Tokens that must not come next: ends of the answer before `min_tokens`, and last tokens of bad words.
 
     Args:
-        pending: tokens after those that the sequence has, which it was not told yet.
+        pending: tokens behind those of the sequence, sampled and not yet appended.
     """
     banned = _NOTHING
     if sequence.num_output_tokens + len(pending) < sequence.params.min_tokens:

@@ -9,17 +9,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trio_llm.engine.sampling import keyed_noise
+from trio_llm.engine.sampling import gumbel
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 def row_key(seed: int, position: int) -> int:
-    return int(keyed_noise.row_keys(keyed_noise.mix_seeds(torch.tensor([seed])), torch.tensor([position])))
+    return int(gumbel.row_keys(gumbel.mix_seeds(torch.tensor([seed])), torch.tensor([position])))
 
 
 def gumbel_noise(keys: list[int], token_ids: torch.Tensor) -> torch.Tensor:
-    return keyed_noise.gumbel_noise(torch.tensor(keys), keyed_noise.token_hashes(token_ids))
+    return gumbel.gumbel_noise(torch.tensor(keys), gumbel.token_hashes(token_ids))
 
 
 def ids(count: int) -> torch.Tensor:
@@ -47,7 +47,7 @@ def test_a_token_gets_the_same_noise_wherever_it_stands_among_the_ids() -> None:
 def test_neighbouring_seeds_and_positions_give_different_noise() -> None:
     seeds, positions = torch.arange(-50, 50).repeat_interleave(100), torch.arange(100).repeat(100)
 
-    assert len(keyed_noise.row_keys(keyed_noise.mix_seeds(seeds), positions).unique()) == 10_000
+    assert len(gumbel.row_keys(gumbel.mix_seeds(seeds), positions).unique()) == 10_000
 
 
 def test_the_noise_of_many_keys_and_tokens_is_gumbel_distributed() -> None:
