@@ -131,7 +131,7 @@ async def test_over_zmq_too_cancelling_at_every_checkpoint_leaves_nothing_behind
             await assert_idle(llm)
             await send_junk(llm)
             pid = llm._engines[0].core.current.pid  # type: ignore[attr-defined]
-            folder = trio.Path(llm._engines[0].core.current._folder)  # type: ignore[attr-defined]
+            folder = trio.Path(llm._engines[0].core.current._sockets.folder)  # type: ignore[attr-defined]
             assert is_alive(pid)
             assert not await folder.exists(), "a front end that is killed must not leave it behind"
 

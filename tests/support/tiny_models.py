@@ -42,6 +42,12 @@ _SHAPE: dict[str, Any] = {
     "initializer_range": 0.4,  # far enough from uniform that greedy answers do not hang on rounding
 }
 
+
+def shape(**fields: Any) -> dict[str, Any]:
+    """Fields of most configurations that make a model tiny, and some more."""
+    return _SHAPE | fields
+
+
 CONFIGS: dict[str, Any] = {
     "llama with grouped queries": LlamaConfig(**_SHAPE, tie_word_embeddings=True),
     "llama with an untied head": LlamaConfig(**_SHAPE, tie_word_embeddings=False),

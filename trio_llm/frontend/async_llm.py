@@ -6,9 +6,9 @@ Implements `EngineClient` over one `Engine` per core client. The nursery of its 
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -19,7 +19,6 @@ from trio_llm.config import EngineConfig
 from trio_llm.errors import (
     EngineDeadError,
     EngineGenerateError,
-    EngineStartupError,
     EngineUnavailableError,
     NotSupportedError,
 )
@@ -30,43 +29,27 @@ from trio_llm.frontend.control.status import EngineStatus, pick_best
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.library.library import LibraryCalls
+from trio_llm.frontend.loaded_model import LoadedModel, load_model
 from trio_llm.frontend.output_handler import OutputHandler
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
-from trio_llm.frontend.requests.input_processor import InputProcessor, make_external_id
+from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
-from trio_llm.frontend.requests.pooling import result_of
 from trio_llm.frontend.requests.registry import RequestRegistry
-from trio_llm.frontend.requests.sessions import StreamingInput
-from trio_llm.frontend.requests.stream import GenerateStream
-from trio_llm.frontend.requests.submitter import RequestSpec, RequestSubmitter
+from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
-from trio_llm.outputs import PoolingOutput
-from trio_llm.pooling import PoolingParams
-from trio_llm.sampling import SamplingParams
-from trio_llm.wire.messages import ModelConfig, Progress
+from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["AsyncLLM"]
 
 logger = logging.getLogger(__name__)
 
 _LOG_INTERVAL_S: Final = 10.0
-_PING_S: Final = 1.0
-"""A busy engine may take longer to answer: then its steps say whether it is healthy."""
 
 
-@dataclass(frozen=True, slots=True)
-class _LoadedModel:
-    """The model that the engines run, and what belongs to it here."""
-
-    config: ModelConfig
-    renderer: Renderer
-    input_processor: InputProcessor
-
-
-class AsyncLLM(ControlCalls, LibraryCalls):
+class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
     """Engines in this process' care. Made by `open_llm()` only.
 
     Args:
@@ -86,16 +69,12 @@ class AsyncLLM(ControlCalls, LibraryCalls):
         self._engines = [Engine(index, core, config) for index, core in enumerate(cores)]
         self._totals = Totals(num_engines=len(cores))
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], num_engines=len(cores))
-        limits = AdmissionLimits(
-            max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens
-        )
-        self._registry = RequestRegistry(
-            self._engines, self._recorder, AdmissionLedger(limits, self._recorder.rejection)
-        )
+        ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
+        self._registry = RequestRegistry(self._engines, self._recorder, ledger)
         self._submitter = RequestSubmitter(self, self._registry)
         self._control = EngineControl(self._engines, self._check_ready)
         self._kv_events = KVEventHub(len(cores))
-        self._model: _LoadedModel | None = None
+        self._model: LoadedModel | None = None
         self._settled = trio.Event()
         """The model is loaded, or all engines are dead."""
         for engine in self._engines:
@@ -120,49 +99,12 @@ class AsyncLLM(ControlCalls, LibraryCalls):
     def get_supported_tasks(self) -> tuple[str, ...]:
         return self.model_config.tasks
 
-    def _get_model(self) -> _LoadedModel:
+    def _get_model(self) -> LoadedModel:
         if self._model is None:
             raise self._engines[0].monitor.not_ready()
         return self._model
 
     # -------------------------------------------------------------------------------------- requests
-
-    def generate(
-        self,
-        prompt: str | list[int] | AsyncIterable[StreamingInput],
-        params: SamplingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-    ) -> GenerateStream:
-        spec = RequestSpec(
-            external_id=make_external_id(request_id),
-            params=params if params is not None else SamplingParams(),
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        return self._submitter.open_stream(prompt, spec)
-
-    async def encode(
-        self,
-        prompt: str | list[int],
-        params: PoolingParams | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-    ) -> PoolingOutput:
-        chosen = params if params is not None else PoolingParams()
-        spec = RequestSpec(
-            external_id=make_external_id(request_id), params=chosen, kind=PoolingParams, priority=priority
-        )
-        async with self._submitter.open_stream(prompt, spec) as stream:
-            output = await anext(stream)
-        return result_of(output, is_draining=self._submitter.is_draining)
-
-    def abort(self, request_ids: str | Iterable[str]) -> int:
-        ids = [request_ids] if isinstance(request_ids, str) else request_ids
-        return sum(self._registry.abort(request_id) for request_id in ids)
 
     def check_admission(self) -> None:
         self.check_accepting()
@@ -223,7 +165,7 @@ class AsyncLLM(ControlCalls, LibraryCalls):
         await trio.lowlevel.checkpoint()
         self._check_ready()
         for engine in self._engines:
-            await self._check_engine(engine)
+            await engine.check_health()
 
     async def check_scheduler(self) -> dict[str, int]:
         """Let the engines assert their schedulers' invariants, and return the sums of their counts.
@@ -243,12 +185,6 @@ class AsyncLLM(ControlCalls, LibraryCalls):
                 sums[name] = sums.get(name, 0) + int(value or 0)
         return sums
 
-    def drain(self) -> None:
-        self._submitter.drain()
-
-    async def wait_idle(self) -> None:
-        await self._registry.wait_idle()
-
     def statistics(self) -> EngineStatistics:
         num_blocks = sum(engine.model.num_blocks for engine in self._engines if engine.model is not None)
         return self._totals.snapshot(self.status.state, num_blocks=num_blocks)
@@ -265,16 +201,6 @@ class AsyncLLM(ControlCalls, LibraryCalls):
         if self.dead_error is not None or self._model is None:
             raise self._engines[0].monitor.not_ready()
 
-    async def _check_engine(self, engine: Engine) -> None:
-        """Return if the engine answers, or if it is busy and its steps go on. Else wait for its answer."""
-        if not engine.is_up:
-            raise engine.monitor.not_ready()
-        with trio.move_on_after(_PING_S):
-            await engine.utilities.call("ping", max_deaths=1)
-            return
-        if not engine.num_expected or engine.monitor.status().state != "ready":
-            await engine.utilities.call("ping", max_deaths=1)
-
     # ----------------------------------------------------------------------------------------- tasks
 
     async def _run(self, nursery: trio.Nursery) -> None:
@@ -289,28 +215,12 @@ class AsyncLLM(ControlCalls, LibraryCalls):
         await self._load_model()
 
     async def _load_model(self) -> None:
-        """Wait for each engine's first `Ready`, then load the tokenizer that belongs to their weights."""
-        for engine in self._engines:
-            await engine.wait_settled()
-        if dead_errors := [error for engine in self._engines if (error := engine.monitor.dead_error) is not None]:
-            self._kill_all(str(dead_errors[0]))
-            return
-        for engine in self._engines:
-            engine.monitor.progress = Progress(0, "tokenizer", 0, 0)
-        model = self._engines[0].model
-        assert model is not None
-        try:
-            renderer = await self._load_renderer(model)
-        except EngineStartupError as error:
-            self._kill_all(str(error))
-            return
-        model = self._engines[0].model  # of another incarnation, if the first one died meanwhile
-        assert model is not None
-        self._registry.processor = OutputProcessor(renderer.token_table)
-        self._model = _LoadedModel(model, renderer, InputProcessor(model))
-        for engine in self._engines:
-            engine.monitor.is_ready = True
-        self._settled.set()
+        self._model = await load_model(self._engines, self._load_renderer)
+        if self._model is not None:
+            self._registry.processor = OutputProcessor(self._model.renderer.token_table)
+            for engine in self._engines:
+                engine.monitor.is_ready = True
+            self._settled.set()
 
     async def _load_renderer(self, model: ModelConfig) -> Renderer:
         load = partial(Renderer.load, Path(model.model_dir), model.max_model_len, logits_width=model.logits_width)
@@ -320,11 +230,6 @@ class AsyncLLM(ControlCalls, LibraryCalls):
         while True:
             await trio.sleep(_LOG_INTERVAL_S)
             self._recorder.log()
-
-    def _kill_all(self, reason: str) -> None:
-        """End the engines before they were ever of use: none is started again."""
-        for engine in self._engines:
-            engine.core.kill(reason, for_good=True)
 
     def _close(self) -> None:
         """The block of `open_llm` is left: no caller waits for an answer any more. Synchronous."""

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.engine.executor.test_torch_executor import GREEDY, answers, make_prompt, make_scheduler
 from tests.support.sequences import make_sequence
 from tests.support.tiny_models import CONFIGS, VOCABULARY, load, save_model
-from trio_llm.engine.executor import torch_executor
+from trio_llm.engine.executor import prompt_logprobs
 from trio_llm.engine.executor.torch_executor import TorchExecutor
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
@@ -20,6 +20,7 @@ from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import LogprobRow
 
 TOP = 5
+GREEDY_ONE = SamplingParams(temperature=0, seed=0, max_tokens=1)
 
 
 def scoring(**fields: Any) -> SamplingParams:
@@ -92,20 +93,42 @@ def test_logits_are_made_in_slices_that_do_not_show(
     executor: TorchExecutor, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = make_prompt(50)
-    monkeypatch.setattr(torch_executor, "_LOGPROBS_SLICE_BYTES", 7 * 4 * VOCABULARY)
-    widest = 0
-    make_logits = executor._model.logits
-
-    def watch(*args: Any) -> torch.Tensor:
-        nonlocal widest
-        logits = make_logits(*args)
-        widest = max(widest, len(logits))
-        return logits
-
-    monkeypatch.setattr(executor._model, "logits", watch)
+    monkeypatch.setattr(prompt_logprobs, "_SLICE_BYTES", 7 * 4 * VOCABULARY)
+    rows = watch_the_head(executor, monkeypatch)
 
     assert_close(scores(executor, [make_sequence("a", prompt, scoring())])["a"], expected_rows(llama_dir, prompt))
-    assert widest == 7
+    assert max(rows) == 7
+
+
+def watch_the_head(executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Rows that the model's head runs over, call by call from now on."""
+    rows: list[int] = []
+    make_logits = executor._model.logits
+
+    def watch(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return make_logits(hidden)
+
+    monkeypatch.setattr(executor._model, "logits", watch)
+    return rows
+
+
+def test_prompts_of_one_step_are_scored_together_and_no_other_rows_are(
+    executor: TorchExecutor, llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [make_prompt(length) for length in (9, 1, 14, 20)]
+    params = [scoring(max_tokens=1), scoring(max_tokens=1), scoring(max_tokens=1, prompt_logprobs=0), GREEDY_ONE]
+    sequences = [
+        make_sequence(str(i), prompt, one) for i, (prompt, one) in enumerate(zip(prompts, params, strict=True))
+    ]
+    rows = watch_the_head(executor, monkeypatch)
+
+    found = scores(executor, sequences)
+
+    assert sorted(rows) == [4, 8 + 0 + 13], "four first tokens, and the prompts that asked"
+    assert_close(found["0"], expected_rows(llama_dir, prompts[0]))
+    assert [row.token_ids for row in found["2"]] == [[token] for token in prompts[2][1:]]
+    assert (found["1"], found["3"]) == ([], [])
 
 
 def test_a_preempted_sequence_has_each_of_them_once(executor: TorchExecutor, llama_dir: Path) -> None:

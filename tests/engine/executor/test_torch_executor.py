@@ -16,12 +16,14 @@ from transformers import AutoModelForCausalLM
 from tests.support.sequences import make_sequence
 from tests.support.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_config, save_model
 from trio_llm.config import EngineConfig
+from trio_llm.engine.executor import torch_executor
 from trio_llm.engine.executor.base import LaunchedStep
 from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan
+from trio_llm.engine.worker.host_batch import HostBatch, lay_out
 from trio_llm.errors import EngineStartupError
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import Continue
@@ -208,6 +210,29 @@ def test_no_end_token_comes_before_min_tokens_even_if_the_model_wants_it(
 
     assert len(tokens) >= 6
     assert stop not in tokens[:6]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+@pytest.mark.parametrize("budget", [512, 11])
+def test_a_batch_that_is_padded_gives_the_same_tokens(
+    executor: TorchExecutor, monkeypatch: pytest.MonkeyPatch, budget: int, run_ahead: int
+) -> None:
+    def fresh() -> list[Sequence]:
+        params = [GREEDY, *(SamplingParams(seed=seed, max_tokens=25 + seed, logprobs=2) for seed in range(4))]
+        params.append(SamplingParams(temperature=0, seed=0, max_tokens=4, prompt_logprobs=1, presence_penalty=1))
+        return [make_sequence(str(i), make_prompt(5 + 9 * i), one) for i, one in enumerate(params)]
+
+    as_they_are = answers(executor, fresh(), make_scheduler(executor, budget=budget), run_ahead=run_ahead)
+    padded = []
+
+    def lay_out_padded(*args: Any, pad_rows_to: int, trash_block: int) -> HostBatch:
+        padded.append(lay_out(*args, pad_rows_to=40, trash_block=trash_block))
+        return padded[-1]
+
+    monkeypatch.setattr(torch_executor, "lay_out", lay_out_padded)
+
+    assert answers(executor, fresh(), make_scheduler(executor, budget=budget), run_ahead=run_ahead) == as_they_are
+    assert {len(batch.context) for batch in padded} == {40}
 
 
 def run_once(executor: TorchExecutor, sequences: list[Sequence]) -> list[SampledToken | PooledVector | RowError]:

@@ -90,29 +90,33 @@ class MiniEngine:
 
     def begin_step(self) -> StepPlan | None:
         """Schedule and launch; `end_step` commits. None if there is nothing to do before that."""
+        running = set(self.scheduler._sequences.running)
         plan = self.scheduler.schedule(max_prefill_tokens=self.max_prefill_tokens)
         self.scheduler.check()
         if plan is None:
             return None
-        self.check_budgets(plan)
+        self.check_prompt_logprob_budget(plan)
+        if self.max_prefill_tokens is not None:
+            self.check_prefill_budget(plan, running)
         for chunk in plan.chunks:
             request_id = chunk.sequence.request_id
             self.num_computed.update((request_id, chunk.start + i) for i in range(chunk.count))
         self.in_flight.append((plan, self.executor.launch(plan)))
         return plan
 
-    def check_budgets(self, plan: StepPlan) -> None:
+    def check_prompt_logprob_budget(self, plan: StepPlan) -> None:
         cost = sum(
             (20 + (chunk.sequence.params.prompt_logprobs or 0)) * len(chunk.prompt_logprob_positions)
             for chunk in plan.chunks
         )
         assert cost <= self.limits.max_prompt_logprob_cost
-        if plan.num_decodes and self.max_prefill_tokens is not None:
-            assert plan.num_tokens - plan.num_decodes <= self.max_prefill_tokens + self.num_last_tokens(plan)
 
-    def num_last_tokens(self, plan: StepPlan) -> int:
-        """Prompts with one token to go, which is always computed."""
-        return sum(chunk.count == 1 and chunk.samples and not chunk.is_decode for chunk in plan.chunks)
+    def check_prefill_budget(self, plan: StepPlan, running: set[Sequence]) -> None:
+        """Beside sequences that decoded before this step, prefills keep to the budget. The last token of a prompt is
+        always computed, and so is the token of an answer that was preempted or recovered."""
+        if any(chunk.is_decode and chunk.sequence in running for chunk in plan.chunks):
+            prefills = [chunk.count for chunk in plan.chunks if not (chunk.samples and chunk.count == 1)]
+            assert sum(prefills) <= (self.max_prefill_tokens or 0)
 
     def end_step(self) -> list[EngineCoreOutput]:
         """Commit the oldest step in flight."""

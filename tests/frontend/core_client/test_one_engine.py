@@ -249,7 +249,7 @@ async def test_its_sockets_are_local_and_in_a_folder_of_its_users_own(temporary_
         (name,) = os.listdir(temporary_folder)
         folder = temporary_folder / name
         assert stat.S_IMODE(os.stat(folder).st_mode) == 0o700
-        assert sorted(os.listdir(folder)) == ["in", "out"]
+        assert sorted(os.listdir(folder)) == ["in", "lock", "out"]
 
         (message,) = await client.receive()
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import tokenizers
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import tiny_tokenizers
@@ -30,6 +30,7 @@ LIBRARY = {name: tokenizers.Tokenizer.from_buffer(make()) for name, make in EXAC
 @pytest.mark.parametrize("name", EXACT)
 @settings(max_examples=200, deadline=None)
 @given(text=TEXTS)
+@example(text="  ")
 def test_offsets_are_those_of_the_tokenizer(name: str, text: str) -> None:
     encoding = LIBRARY[name].encode(text)
 

@@ -14,8 +14,7 @@ from tests.support.cancelling import cancel_at_every_checkpoint
 from tests.support.fake_llm import FakeSetUp, open_fake_llm
 from trio_llm.errors import EngineDeadError
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.requests.deadlines import seconds_left
-from trio_llm.frontend.requests.stream import GenerateStream
+from trio_llm.frontend.requests.stream import GenerateStream, seconds_left
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.wire.messages import Abort, EngineCoreRequest, ToEngine

@@ -13,20 +13,22 @@ from typing import Final
 
 import torch
 import transformers
-from torch import Tensor
 
 from trio_llm.config import Device, EngineConfig
 from trio_llm.engine.device import ProgressCallback, WeightsLocation
 from trio_llm.engine.executor.base import Executor, LaunchedStep
+from trio_llm.engine.executor.prompt_logprobs import (
+    PendingPromptLogprobs,
+    has_prompt_logprobs,
+    launch_prompt_logprobs,
+)
 from trio_llm.engine.models.base import Model
 from trio_llm.engine.models.load import load_model
 from trio_llm.engine.models.locate import locate_model
 from trio_llm.engine.ops.kv_layout import BLOCK_SIZE
-from trio_llm.engine.sampling.logprobs import PendingLogprobs
 from trio_llm.engine.sampling.sampler import PendingTokens, Sampler
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import ScheduledChunk, StepPlan, StepResult
-from trio_llm.engine.transfer import to_device
 from trio_llm.engine.worker.buffers import StepBuffers
 from trio_llm.engine.worker.host_batch import lay_out
 from trio_llm.engine.worker.kv_cache import CachePlan, allocate_kv_cache, free_memory_bytes, plan_kv_cache
@@ -47,9 +49,6 @@ _WARM_UP_TOKENS = BLOCK_SIZE
 _LOAD_STAGES = 3
 _MAX_RUN_AHEAD: Final = 1
 """Steps in flight when the next one is launched."""
-_LOGPROBS_SLICE_BYTES: Final = 32 * 1024 * 1024
-"""Size of the float32 logits from which log-probabilities of a prompt are made at once. Memory for several times as
-much is in use."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -58,15 +57,13 @@ class _TorchStep:
     """For each chunk with `samples`, in order: it gives a token, else a vector."""
     tokens: PendingTokens | None
     vectors: PendingVectors | None
-    prompt_logprobs: list[list[PendingLogprobs]]
-    """For each chunk that gives some of its prompt: its positions in slices."""
+    prompt_logprobs: PendingPromptLogprobs | None
 
     def wait(self) -> StepResult:
         tokens = iter(self.tokens.wait() if self.tokens is not None else ())
         vectors = iter(self.vectors.wait() if self.vectors is not None else ())
         outcomes = tuple(next(tokens) if is_sampled else next(vectors) for is_sampled in self.are_sampled)
-        prompts = tuple([row for part in parts for row in part.wait()] for parts in self.prompt_logprobs)
-        return StepResult(outcomes, prompts)
+        return StepResult(outcomes, self.prompt_logprobs.wait() if self.prompt_logprobs is not None else ())
 
 
 class TorchExecutor(Executor):
@@ -123,15 +120,14 @@ class TorchExecutor(Executor):
             Exception: whatever torch raises; the engine ends.
         """
         if not plan.chunks:
-            return _TorchStep([], None, None, [])
-        scoring = [index for index, chunk in enumerate(plan.chunks) if chunk.prompt_logprob_positions]
+            return _TorchStep([], None, None, None)
         host = lay_out(plan, self._sampled_rows, pad_rows_to=0, trash_block=self._num_blocks)
-        step = self._runner.run(host, keeps_hidden=bool(scoring) or self._pooler.needs_hidden(plan))
-        prompt_logprobs = []
-        for index in scoring:
+        scores_prompts = has_prompt_logprobs(plan)
+        step = self._runner.run(host, keeps_hidden=scores_prompts or self._pooler.needs_hidden(plan))
+        prompt_logprobs = None
+        if scores_prompts:
             assert step.hidden is not None
-            chunk, first = plan.chunks[index], host.first_tokens[index]
-            prompt_logprobs.append(self._prompt_logprobs(chunk, step.hidden[first : first + chunk.count]))
+            prompt_logprobs = launch_prompt_logprobs(plan, step.hidden, self._model, first_tokens=host.first_tokens)
         ends = [chunk for chunk in plan.chunks if chunk.samples]
         # A model samples or classifies: all rows of logits are for one of the two.
         tokens = self._sample([chunk for chunk in ends if chunk.sequence.pooling is None], step)
@@ -149,26 +145,6 @@ class TorchExecutor(Executor):
         )
         self._buffers.sampled_ids[: len(chunks)] = pending.token_ids
         self._sampled_rows = {chunk.sequence: row for row, chunk in enumerate(chunks)}
-        return pending
-
-    def _prompt_logprobs(self, chunk: ScheduledChunk, hidden: Tensor) -> list[PendingLogprobs]:
-        """Log-probabilities of the tokens of a prompt that its chunk gives, a bounded number at once.
-
-        Args:
-            hidden: [count, H], of the chunk. What the model says about a token is in the row of the one before it.
-        """
-        positions = chunk.prompt_logprob_positions
-        num_top = chunk.sequence.params.prompt_logprobs
-        assert num_top is not None
-        slice_rows = max(1, _LOGPROBS_SLICE_BYTES // (4 * self._model.logits_width))
-        pending = []
-        for begin in range(0, len(positions), slice_rows):
-            part = positions[begin : begin + slice_rows]
-            row = part.start - chunk.start - 1
-            logits = self._model.logits(hidden[row : row + len(part)])
-            token_ids = chunk.sequence.token_ids[part.start : part.stop]
-            own = to_device(token_ids, self._model.device, dtype=torch.int64)
-            pending.append(PendingLogprobs(logits, own, [num_top] * len(part)))
         return pending
 
     # -------------------------------------------------------------------------------------- control

@@ -112,11 +112,13 @@ class CausalLM:
 
     def _split(self) -> tuple[nn.Module, Callable[[Tensor], Tensor]]:
         """The layers and the head, which together give what the whole model gives."""
-        zero = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        # Two tokens: one may be the padding, whose hidden states are 0 and prove nothing.
+        tokens = torch.arange(2, dtype=torch.int64, device=self.device)
+        ids = tokens.unsqueeze(0)
         logits: list[Tensor] = []
 
         def run_whole() -> None:
-            logits.append(self._module(input_ids=zero, position_ids=zero, use_cache=False).logits[0])
+            logits.append(self._module(input_ids=ids, position_ids=ids, use_cache=False).logits[0])
 
         self._slot.calls = []
         with torch.inference_mode():
@@ -128,7 +130,7 @@ class CausalLM:
                 raise self._refusal("its layers and its head are one module")
             self._layers, head = layers.module, Head(self._module, layers)
             try:
-                parted = head(self._run_layers(zero[0], zero[0]))
+                parted = head(self._run_layers(tokens, tokens))
             except Exception as error:
                 raise self._refusal(f"its layers and its head do not run apart: {first_line(error)}") from error
         if not torch.allclose(parted, logits[0], equal_nan=True):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 import trio
 
@@ -35,6 +35,9 @@ from trio_llm.wire.messages import (
 __all__ = ["Engine", "EngineListener"]
 
 logger = logging.getLogger(__name__)
+
+_PING_S: Final = 1.0
+"""A busy engine may take longer to answer: then its steps say whether it is healthy."""
 
 
 class EngineListener(Protocol):
@@ -97,8 +100,10 @@ class Engine:
 
     def acknowledge(self) -> None:
         """Give the engine credit for the messages that were taken, if enough have come together."""
-        if step := self._sequence.take_ack():
-            self.core.send_nowait(Ack(step))
+        sequence = self._sequence
+        if sequence.last_step - sequence.num_acknowledged >= sequence.ack_steps:
+            sequence.num_acknowledged = sequence.last_step
+            self.core.send_nowait(Ack(sequence.last_step))
 
     # -------------------------------------------------------------------------------------- state
 
@@ -129,6 +134,23 @@ class Engine:
         """
         state = self.control_state
         return not state.is_held or (state.pause == "wait" and not state.is_asleep and has_begun)
+
+    async def check_health(self) -> None:
+        """Return if the engine answers, or if it is busy and its steps go on. Else wait for its answer.
+
+        Cancellation: safe.
+
+        Raises:
+            EngineUnavailableError: the engine is dead, and another incarnation is started.
+            EngineDeadError: the engine is gone.
+        """
+        if not self.is_up:
+            raise self.monitor.not_ready()
+        with trio.move_on_after(_PING_S):
+            await self.utilities.call("ping", max_deaths=1)
+            return
+        if not self.num_expected or self.monitor.status().state != "ready":
+            await self.utilities.call("ping", max_deaths=1)
 
     # -------------------------------------------------------------------------------------- receiving
 

@@ -37,10 +37,3 @@ class MessageSequence:
         has_grown = num_executed > self.num_executed
         self.num_executed = max(self.num_executed, num_executed)
         return has_grown
-
-    def take_ack(self) -> int | None:
-        """The step to acknowledge now, if `ack_steps` messages have come since the last acknowledgement."""
-        if self.last_step - self.num_acknowledged < self.ack_steps:
-            return None
-        self.num_acknowledged = self.last_step
-        return self.last_step

@@ -1,16 +1,10 @@
-"""OneEngineClient: the core client for one engine process on this machine.
-
-Binds a ROUTER (to the engine) and a PULL (from it) in a private folder, starts the engine, and watches it.
-"""
+"""OneEngineClient: the core client for one engine process on this machine. Starts the engine and watches it."""
 
 from __future__ import annotations
 
 import errno
 import logging
-import shutil
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Final
 
 import trio
@@ -19,8 +13,8 @@ import zmq
 from trio_llm.config import EngineConfig
 from trio_llm.errors import CodecError, EngineDeadError, EngineStartupError
 from trio_llm.frontend.core_client.engine_process import ENGINE_COMMAND, EngineProcess
+from trio_llm.frontend.core_client.engine_sockets import EngineSockets
 from trio_llm.frontend.core_client.outbox import Outbox
-from trio_llm.frontend.core_client.trio_socket import TrioSocket
 from trio_llm.wire.boot import EngineBoot, engine_identity
 from trio_llm.wire.codec import decode_from_engine
 from trio_llm.wire.messages import EngineDead, FromEngine, ToEngine
@@ -35,7 +29,6 @@ _LAST_WORDS_S: Final = 2.0
 """From the message that the engine failed to its end; a device that hangs may keep it from ending by itself."""
 _STOP_GRACE_S: Final = 2.0
 """How long an engine that was told to go may take until it is killed."""
-_INDEX: Final = 0
 
 
 class OneEngineClient:
@@ -44,35 +37,27 @@ class OneEngineClient:
     Args:
         config: what the engine runs.
         epoch: count of this incarnation of the engine, from 1. It is not started again: see `RestartingClient`.
+        engine_index: of the engine among those of this front end.
         command: the program that is the engine, and its arguments.
 
     Raises:
         EngineStartupError: the sockets cannot be made.
     """
 
-    def __init__(self, config: EngineConfig, epoch: int = 1, *, command: Sequence[str] = ENGINE_COMMAND) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        epoch: int = 1,
+        *,
+        engine_index: int = 0,
+        command: Sequence[str] = ENGINE_COMMAND,
+    ) -> None:
         self._config = config
         self._command = command
         self._epoch = epoch
+        self._engine_index = engine_index
         self._outbox = Outbox()
-        # Private to this user (0700), and short: an ipc path has about 100 bytes.
-        try:
-            self._folder = Path(tempfile.mkdtemp(prefix="trio_llm-"))
-        except OSError as error:
-            raise EngineStartupError(
-                f"cannot make a folder for sockets: {error}; set TMPDIR to a folder that can be written"
-            ) from error
-        self._context = zmq.Context()
-        try:
-            self._to_engine = TrioSocket(self._bind(zmq.ROUTER, "in"))
-            self._from_engine = TrioSocket(self._bind(zmq.PULL, "out"))
-        except zmq.ZMQError as error:
-            self._context.destroy(linger=0)
-            shutil.rmtree(self._folder, ignore_errors=True)
-            raise EngineStartupError(
-                f"cannot make sockets in {self._folder}: {error}; set TMPDIR to a folder with a short path that can "
-                "be written (an ipc address has about 100 bytes)"
-            ) from error
+        self._sockets = EngineSockets()
         self._has_input_peer = trio.Event()
         self._has_output_peer = trio.Event()
         self._is_exited = False
@@ -96,10 +81,10 @@ class OneEngineClient:
         """
         boot = EngineBoot(
             config=self._config,
-            engine_index=_INDEX,
+            engine_index=self._engine_index,
             epoch=self._epoch,
-            input_address=self._address("in"),
-            output_address=self._address("out"),
+            input_address=self._sockets.input_address,
+            output_address=self._sockets.output_address,
         )
         try:
             try:
@@ -115,12 +100,12 @@ class OneEngineClient:
                     nursery.start_soon(self._kill_after_last_words)
                     await process.wait_exit()
                     self._is_exited = True
-                    self._from_engine.interrupt()
+                    self._sockets.from_engine.interrupt()
                     # The tasks go on: what the engine printed last is still in the pipe.
             finally:
                 await process.stop(grace_s=_STOP_GRACE_S)
         finally:
-            self._close()
+            self._sockets.close()
 
     def send_nowait(self, message: ToEngine) -> None:
         self._outbox.append(message)
@@ -128,7 +113,7 @@ class OneEngineClient:
     async def receive(self) -> list[FromEngine]:
         while True:
             try:
-                frames = await (self._receive_tail() if self._is_exited else self._from_engine.recv_frames())
+                frames = await (self._receive_tail() if self._is_exited else self._sockets.from_engine.recv_frames())
             except trio.ClosedResourceError:
                 raise EngineDeadError(self._kill_reason or "the engine was stopped") from None
             if messages := self._decode(frames):
@@ -147,7 +132,7 @@ class OneEngineClient:
             EngineDeadError: all of it was taken.
         """
         with trio.move_on_after(_TAIL_S):
-            return await self._from_engine.recv_frames()
+            return await self._sockets.from_engine.recv_frames()
         assert self._process is not None
         raise EngineDeadError(self._kill_reason or self._last_words or self._process.exit_description)
 
@@ -166,7 +151,7 @@ class OneEngineClient:
                 self._is_garbled = True
                 self.kill(f"the engine sent a {error}")
                 break
-            if message.epoch != self._epoch or message.engine_index != _INDEX:
+            if message.epoch != self._epoch or message.engine_index != self._engine_index:
                 continue
             if isinstance(message, EngineDead):
                 self._last_words = message.reason
@@ -184,40 +169,19 @@ class OneEngineClient:
         """Connections outlive the files that led to them; without files nothing can stay behind, however we end."""
         await self._has_input_peer.wait()
         await self._has_output_peer.wait()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._sockets.remove_folder()
 
     async def _send_outbox(self) -> None:
         # The engine's first frame: from now on the ROUTER knows its identity.
-        await self._to_engine.recv_multipart()
+        await self._sockets.to_engine.recv_multipart()
         self._has_input_peer.set()
-        identity = engine_identity(_INDEX)
+        identity = engine_identity(self._engine_index)
         while True:
             for frame in await self._outbox.take():
                 try:
-                    await self._to_engine.send_multipart([identity, frame])
+                    await self._sockets.to_engine.send_multipart([identity, frame])
                 except zmq.ZMQError as error:
                     if error.errno != errno.EHOSTUNREACH:
                         raise
                     # It is gone; `wait_exit` says so to everybody.
                     logger.debug("a message to the engine was not sent: it is gone")
-
-    def _bind(self, kind: int, name: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(kind)
-        # The credit bounds what is under way; a high-water mark would drop or block.
-        socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.LINGER, 0)
-        if kind == zmq.ROUTER:
-            # A message to an unknown peer is an error then, not silently dropped.
-            socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.bind(self._address(name))
-        return socket
-
-    def _address(self, name: str) -> str:
-        return f"ipc://{self._folder}/{name}"
-
-    def _close(self) -> None:
-        self._to_engine.close()
-        self._from_engine.close()
-        self._context.destroy(linger=0)
-        shutil.rmtree(self._folder, ignore_errors=True)

@@ -210,15 +210,21 @@ class Renderer:
         table = self.token_table
         self._check_ids(token_ids)
         detokenizer = make_detokenizer(table, (), skip_special_tokens=False)
+        pieces = [detokenizer.feed((token_id,)) for token_id in token_ids]
+        ordinary = [
+            piece for token_id, piece in zip(token_ids, pieces, strict=True) if token_id not in table.special_ids
+        ]
+        # Some tokenizers put a space before the first word. Of several spaces, only the count tells.
+        has_added_space = "".join(ordinary) == f" {text}"
         offsets, end = [], 0
-        for token_id in token_ids:
+        for token_id, piece in zip(token_ids, pieces, strict=True):
             offsets.append(min(end, len(text)))
-            piece = detokenizer.feed((token_id,))
-            if not text.startswith(piece, end):
-                if token_id in table.special_ids:
-                    continue  # added by the tokenizer, or left out of the text
-                if piece.startswith(" ") and text.startswith(piece[1:], end):
-                    piece = piece[1:]  # a space that the tokenizer puts before the first word
+            if token_id in table.special_ids and not text.startswith(piece, end):
+                continue  # added by the tokenizer, or left out of the text
+            if piece.startswith(" ") and (has_added_space or not text.startswith(piece, end)):
+                has_added_space = False
+                if text.startswith(piece[1:], end):
+                    piece = piece[1:]
             end += len(piece)
         return offsets
 

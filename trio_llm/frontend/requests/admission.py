@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 
+from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError, OverloadedError, QueuedTokensError, QueueFullError
 
 __all__ = ["AdmissionLedger", "AdmissionLimits", "find_overload"]
@@ -20,6 +21,10 @@ class AdmissionLimits:
 
     max_num_queued_reqs: int | None = None
     max_num_queued_tokens: int | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> AdmissionLimits:
+        return cls(max_num_queued_reqs=config.max_num_queued_reqs, max_num_queued_tokens=config.max_num_queued_tokens)
 
 
 def find_overload(

@@ -5,13 +5,13 @@ Used by `RequestRegistry`, which has one per engine. Synchronous.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 import trio
 
-from trio_llm.errors import CodecError, InvalidRequestError
+from trio_llm.errors import CodecError, EngineGenerateError, InvalidRequestError
 from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
@@ -22,7 +22,7 @@ from trio_llm.outputs import FinishReason
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
-__all__ = ["EngineLink", "EngineRequests", "find_least_busy"]
+__all__ = ["EngineLink", "EngineRequests", "find_least_busy", "make_blame"]
 
 
 class EngineLink(Protocol):
@@ -182,17 +182,17 @@ class EngineRequests:
         for state in self._resumption.finish(request.state):
             self.resume(self._in_flight[state.request_id])
 
-    def on_lost(self, *, could_run: Callable[[RequestState], bool]) -> InFlightRequest | None:
+    def on_lost(self) -> InFlightRequest | None:
         """The incarnation is dead: what it had waits for the next one.
-
-        Args:
-            could_run: as `Resumption.engine_lost`.
 
         Returns:
             The request that is to be given up, which no engine has.
         """
         requests = list(self)
-        suspect = self._resumption.engine_lost([request.state for request in requests], could_run=could_run)
+        suspect = self._resumption.engine_lost(
+            [request.state for request in requests],
+            could_run=lambda state: self.link.can_run(has_begun=state.num_tokens > 0),
+        )
         for request in requests:
             if request.state.status is RequestStatus.SENT:
                 request.state.move(RequestStatus.UNSENT)
@@ -218,6 +218,14 @@ class EngineRequests:
             assert not has_any and not suspects and on_trial is None, "a dead engine has no requests"  # noqa: PT018
         if on_trial is not None:
             assert on_trial.status in (RequestStatus.SENT, RequestStatus.ABORTING), on_trial.status
+
+
+def make_blame(suspect: InFlightRequest, reason: str) -> EngineGenerateError:
+    """What the reader of a request gets that engines die of."""
+    return EngineGenerateError(
+        f"engines die of this request: {suspect.state.num_deaths} did without a token of it, at last with no other "
+        f"request to blame: {reason}"
+    )
 
 
 def find_least_busy(engines: Sequence[EngineRequests]) -> int:

@@ -15,10 +15,10 @@ from typing import Final
 import msgspec
 import trio
 
-from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, InvalidRequestError, fresh
+from trio_llm.errors import CodecError, EngineDeadError, InvalidRequestError, fresh
 from trio_llm.frontend.requests.admission import AdmissionLedger
 from trio_llm.frontend.requests.collector import RequestOutputCollector
-from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests, find_least_busy
+from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests, find_least_busy, make_blame
 from trio_llm.frontend.requests.in_flight import InFlightRequest, make_choices
 from trio_llm.frontend.requests.invariants import check_requests
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
@@ -103,7 +103,7 @@ class RequestRegistry:
             InvalidRequestError: it has no form on the wire, or more choices than may ever be unfinished.
         """
         assert self.processor is not None
-        children = fan_out(request)
+        children = fan_out(request) if request.params.n > 1 else [request]
         self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
         engine_index = self._choose_engine()
         choices = make_choices(request, children, self.processor, external_id, arrived_s, engine_index)
@@ -306,14 +306,11 @@ class RequestRegistry:
     def on_lost(self, engine: EngineLink, reason: str) -> None:
         """An incarnation of this engine is dead: its unfinished requests wait for the next one."""
         requests = self._engines[engine.index]
-        suspect = requests.on_lost(could_run=lambda state: engine.can_run(has_begun=state.num_tokens > 0))
+        suspect = requests.on_lost()
         for request in [request for request in requests if request.state.status is RequestStatus.ABORTING]:
             self._drop(request)
         if suspect is not None and suspect.is_unfinished:
-            error = EngineGenerateError(
-                f"engines die of this request: {suspect.state.num_deaths} did without a token of it, at last with no "
-                f"other request to blame: {reason}"
-            )
+            error = make_blame(suspect, reason)
             logger.error("request %s is given up: %s", suspect.state.external_id, error)
             suspect.collector.put_error(error)
             self.end_in_engine(self.mark_family_aborted(suspect.state, reason="error"))

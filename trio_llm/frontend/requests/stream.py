@@ -6,6 +6,7 @@ generator that is dropped runs its clean-up whenever the garbage collector likes
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import suppress
@@ -14,11 +15,10 @@ from typing import Literal, Protocol
 
 import trio
 
-from trio_llm.frontend.requests.deadlines import seconds_left
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.outputs import RequestOutput
 
-__all__ = ["GenerateStream", "RequestStream"]
+__all__ = ["GenerateStream", "RequestStream", "seconds_left"]
 
 _Stage = Literal["new", "entering", "open", "over", "closed"]
 
@@ -176,3 +176,12 @@ class GenerateStream:
     async def _send_again(self, request: InFlightRequest) -> None:
         await trio.lowlevel.checkpoint()  # a reader that is out of time leaves here, and nothing is computed for it
         self._resubmit(request, seconds_left())
+
+
+def seconds_left() -> float | None:
+    """What the cancel scopes around the caller leave it, 0 if nothing; None: they have no deadline.
+
+    An engine gets seconds and no time of day, since clocks do not cross processes.
+    """
+    deadline = trio.current_effective_deadline()
+    return None if deadline == math.inf else max(0.0, deadline - trio.current_time())

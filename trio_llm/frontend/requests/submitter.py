@@ -5,7 +5,7 @@ Used by `AsyncLLM`, for streams, vectors and sessions alike.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -14,23 +14,25 @@ import trio
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.requests.deadlines import seconds_left
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
     InputProcessor,
     check_cache_salt,
     check_priority,
     check_request_id,
+    make_external_id,
     make_internal_id,
 )
+from trio_llm.frontend.requests.pooling import result_of
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.sessions import Session, StreamingInput, check_session_params
-from trio_llm.frontend.requests.stream import GenerateStream
+from trio_llm.frontend.requests.stream import GenerateStream, seconds_left
+from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest
 
-__all__ = ["RequestSpec", "RequestSubmitter", "SubmitterHost"]
+__all__ = ["RequestCalls", "RequestSpec", "RequestSubmitter", "SubmitterHost"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +78,7 @@ class RequestSubmitter:
 
     def __init__(self, host: SubmitterHost, registry: RequestRegistry) -> None:
         self._host = host
-        self._registry = registry
+        self.registry = registry
         self.nursery: trio.Nursery | None = None
         """The nursery of `open_llm`, in which sessions run. Set by the owner when its tasks run."""
         self.is_draining = False
@@ -90,7 +92,7 @@ class RequestSubmitter:
             admit = partial(self._admit_session, prompt, spec)
         else:
             admit = partial(self._admit, prompt, spec)
-        return GenerateStream(spec.external_id, admit, self._registry.leave, self._registry.resubmit)
+        return GenerateStream(spec.external_id, admit, self.registry.leave, self.registry.resubmit)
 
     async def _admit(self, prompt: str | list[int], spec: RequestSpec) -> InFlightRequest:
         """Check, register and send a request.
@@ -118,7 +120,7 @@ class RequestSubmitter:
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        return self._registry.submit(request, spec.external_id, arrived_s)
+        return self.registry.submit(request, spec.external_id, arrived_s)
 
     async def _render(
         self, prompt: str | list[int], params: SamplingParams | PoolingParams
@@ -155,7 +157,7 @@ class RequestSubmitter:
             external_id=spec.external_id,
             renderer=self._host.renderer,
             input_processor=self._host.input_processor,
-            registry=self._registry,
+            registry=self.registry,
         )
         self._sessions.add(session)
         assert self.nursery is not None
@@ -173,6 +175,57 @@ class RequestSubmitter:
             await session.run()
         finally:
             self._sessions.remove(session)
+
+
+class RequestCalls:
+    """The calls of `EngineClient` that make and end requests, for a client that has a `RequestSubmitter`."""
+
+    _submitter: RequestSubmitter
+
+    def generate(
+        self,
+        prompt: str | list[int] | AsyncIterable[StreamingInput],
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+    ) -> GenerateStream:
+        spec = RequestSpec(
+            external_id=make_external_id(request_id),
+            params=params if params is not None else SamplingParams(),
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return self._submitter.open_stream(prompt, spec)
+
+    async def encode(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> PoolingOutput:
+        spec = RequestSpec(
+            external_id=make_external_id(request_id),
+            params=params if params is not None else PoolingParams(),
+            kind=PoolingParams,
+            priority=priority,
+        )
+        async with self._submitter.open_stream(prompt, spec) as stream:
+            output = await anext(stream)
+        return result_of(output, is_draining=self._submitter.is_draining)
+
+    def abort(self, request_ids: str | Iterable[str]) -> int:
+        ids = [request_ids] if isinstance(request_ids, str) else request_ids
+        return sum(self._submitter.registry.abort(request_id) for request_id in ids)
+
+    def drain(self) -> None:
+        self._submitter.drain()
+
+    async def wait_idle(self) -> None:
+        await self._submitter.registry.wait_idle()
 
 
 def _check_kind(spec: RequestSpec) -> None:
