@@ -27,7 +27,7 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 MIN_STALL_TIMEOUT_S = 2.0
 DAY_S = 24 * 60 * 60
-"""No wait that can be set is longer: what is meant is minutes, and the kernel's timers overflow at some point."""
+"""The longest time that can be set: usual ones are minutes, and the kernel's timers overflow at some point."""
 
 
 def cache_dir() -> Path:
@@ -50,7 +50,7 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     logits_width: int = 256
     max_model_len: int = 4096
     script: tuple[int, ...] = ()
-    """If not empty: every answer is this, over and over; an end-of-sequence id in it ends the answer."""
+    """If not empty: every answer repeats these tokens; an end-of-sequence id among them ends the answer."""
     eos_token_ids: tuple[int, ...] = ()
     step_s: float = 0.0
     """Seconds that every step takes."""
@@ -67,7 +67,7 @@ class FakeEngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     embedding_size: int = 8
     """Numbers in an embedding. It is a fixed function of the prompt, as are the probabilities of classes."""
     num_labels: int | None = None
-    """If set: a classifier with so many classes, which embeds and classifies, and does not generate."""
+    """If set: the fake is a classifier with this many classes, which embeds and classifies, and does not generate."""
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -96,12 +96,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_cache_memory_bytes: int | None = None
     """Memory for the KV cache; None: 40 % of what is free, on a CPU 4 GiB at most."""
     enable_prefix_caching: bool = True
-    """A prompt that begins as an earlier one did, by whole KV blocks, is not computed again there."""
+    """The common beginning of prompts, in whole KV blocks, is computed once."""
     kv_events: bool = False
-    """Tell what enters and leaves the prefix cache: `llm.kv_events()`."""
+    """Report what enters and leaves the prefix cache, for `llm.kv_events()`."""
     run_ahead: int | None = None
-    """Steps that are launched before the one before them is read, 0 or 1; None: 1 on a GPU, which then never waits for
-    us, and 0 on a CPU, which has nothing to do meanwhile."""
+    """Steps that are launched before the result of the step before is read, 0 or 1; None: 1 on a GPU, which then does
+    not wait for the host, and 0 on a CPU, where nothing could run meanwhile."""
     max_num_queued_reqs: int | None = None
     """Unfinished requests, running and waiting, beyond which new ones are refused; None: no limit."""
     max_num_queued_tokens: int | None = None
@@ -109,15 +109,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     credit_steps: int = 256
     """Steps the engine may be ahead of a front end before it pauses that front end's requests."""
     startup_timeout_s: float = 600.0
-    """Seconds without any sign of life while starting, after which the engine is given up."""
+    """Seconds without any sign of life while the engine starts, after which the start has failed."""
     on_engine_death: Literal["restart", "exit"] = "restart"
-    """restart: an engine that dies after it was ready is started again, and goes on with all that was unfinished."""
+    """restart: an engine that dies after it was ready is started again and continues all unfinished requests."""
     max_engine_restarts: int = 5
-    """In ten minutes."""
+    """Restarts within ten minutes; one more death is the end."""
     stall_timeout_s: float = 120.0
     """Seconds without a step while there is work, or without any sign of life, after which an engine is killed."""
     profile_dir: str | None = None
-    """Folder that the torch profiler writes to when it is started and stopped; None: it cannot be."""
+    """Folder for traces of the torch profiler; None: it cannot be started."""
     fake: FakeEngineConfig | None = None
 
     def __post_init__(self) -> None:
@@ -138,7 +138,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.stall_timeout_s < MIN_STALL_TIMEOUT_S:
             raise ConfigError(
                 f"--stall-timeout must be at least {MIN_STALL_TIMEOUT_S:g} seconds, not {self.stall_timeout_s:g}: an "
-                "idle engine says something every second"
+                "idle engine sends a sign of life every second"
             )
         if self.profile_dir == "":
             raise ConfigError("--profile-dir must not be empty")
@@ -149,8 +149,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.kv_events and not self.enable_prefix_caching:
             raise ConfigError(
-                "kv_events tell of the prefix cache, which --disable-prefix-caching (enable_prefix_caching=False) "
-                "turns off; leave out one of the two"
+                "kv_events reports changes of the prefix cache, which --disable-prefix-caching "
+                "(enable_prefix_caching=False) turns off; leave out one of the two"
             )
         # An empty path would be the working directory.
         if self.model is not None and not (self.model and Path(self.model).is_dir()):
@@ -171,22 +171,22 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     port: int = 8000
     """0: any free port."""
     allow_unauthenticated: bool = False
-    """Listen beyond loopback although nobody has to show a key."""
+    """Listen beyond loopback although the server asks for no key."""
     served_model_names: tuple[str, ...] = ()
     """Names that requests may use; empty: the model's directory name."""
     drain_timeout_s: float = 30.0
     """Seconds that running requests get after SIGTERM."""
     keep_alive_on_engine_death: bool = False
-    """Keep answering (with errors) when the engine is gone, in place of ending."""
+    """Keep answering, with errors, when the engine is gone, instead of ending."""
     max_body_bytes: int = 16 * MIB
     body_timeout_s: float = 60.0
     """Seconds a client has to send its request body."""
     sse_keep_alive_interval_s: float = 10.0
     """Seconds of silence in a stream after which a comment is sent."""
     max_connections: int = 4096
-    """Connections open at a time; more are closed at once. Fewer if the process may not have so many descriptors."""
+    """Open connections; further ones are closed at once. Fewer if the process may not open that many descriptors."""
     dev_mode: bool = False
-    """Serve the control routes, too: whoever reaches the port may put the engine to sleep."""
+    """Serve the control routes, too: every program that reaches the port may then control the engine."""
     weights_root: str | None = None
     """Folder below which /update_weights takes weights from; None: it takes none."""
 
@@ -195,16 +195,16 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(f"--port must be from 0 to 65535, not {self.port}")
         if not _is_loopback(self.host) and not self.allow_unauthenticated:
             raise ConfigError(
-                f"--host {self.host} would let everybody on the network use this server, which knows no keys yet; "
+                f"--host {self.host} would let anyone on the network use this server, which asks for no key; "
                 "use 127.0.0.1, or say --allow-unauthenticated"
             )
         if self.dev_mode and not _is_loopback(self.host):
             raise ConfigError(
-                f"--host {self.host} with --dev-mode would let everybody on the network control the engine; "
+                f"--host {self.host} with --dev-mode would let anyone on the network control the engine; "
                 "use 127.0.0.1, or leave --dev-mode out"
             )
         if self.weights_root is not None and not (self.weights_root and Path(self.weights_root).is_dir()):
-            raise ConfigError(f"--weights-root {self.weights_root!r} is not a directory")
+            raise ConfigError(f"--weights-root {self.weights_root!r} is not a directory; give one that exists")
         _check_seconds("--drain-timeout", self.drain_timeout_s, zero=True)
         _check_positive("--max-body-bytes", self.max_body_bytes)
         _check_seconds("--body-timeout", self.body_timeout_s)
@@ -215,7 +215,7 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def _is_loopback(host: str) -> bool:
-    """Only addresses and the one name: whatever else a name stands for is for others to say."""
+    """Whether it is a loopback address or `localhost`. Other names are not resolved, and count as not loopback."""
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

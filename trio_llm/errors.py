@@ -1,4 +1,4 @@
-"""The exception tree: what went wrong, whose fault it is, its HTTP status, and whether a retry can help.
+"""The exception tree: what went wrong, who can mend it, its HTTP status, and whether a retry can help.
 
 Pure. Raised everywhere; `frontend/http/server/errors.py` is the one place that turns them into replies.
 

@@ -1,7 +1,7 @@
-"""What a stream yields: RequestOutput, CompletionOutput and their log-probabilities. PoolingOutput: a vector.
+"""Outputs: what a stream yields (RequestOutput, CompletionOutput, log-probabilities), and a vector (PoolingOutput).
 
-Pure. Made by the output processor, read by routes and library callers. `gc=False`: they hold plain data and no cycles,
-and at thousands a second the garbage collector would take a tenth of the front end's time to find that out.
+Pure. Made by the output processor, read by routes and library callers. `gc=False`: they hold plain data without
+cycles, and traversing thousands per second would take the garbage collector a tenth of the front end's time.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
 
 
 class CompletionOutput(msgspec.Struct, gc=False):
-    """One choice. With DELTA: what is new in it; else: all of it. Its last one has the finish reason.
+    """One choice: with DELTA its new part, else all of it. The last output of a choice has the finish reason.
 
-    In a session that holds for each answer, and CUMULATIVE gives all of the newest.
+    In a session that is so for each answer, and CUMULATIVE gives all of the newest one.
     """
 
     index: int
     text: str
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
-    """One entry a token of `token_ids`; None unless asked for."""
+    """One entry per token of `token_ids`; None unless requested."""
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
-    """The stop string or stop token that ended it; None for the model's own end."""
+    """The stop string or stop token that ended the choice; None for the model's own end."""
 
 
 class RequestOutput(msgspec.Struct, gc=False):
@@ -58,19 +58,18 @@ class RequestOutput(msgspec.Struct, gc=False):
     request_id: str
     """The caller's id, or the one that was made for the caller."""
     num_prompt_tokens: int
-    """Of a session: tokens of all its inputs so far."""
+    """In a session: the tokens of all its inputs so far."""
     num_cached_tokens: int
-    """Prompt tokens that the engine did not have to compute, since they were in its prefix cache when the request came;
-    with several choices, once for all of them."""
+    """Prompt tokens that were in the engine's prefix cache when the request came. Several choices count them once."""
     outputs: list[CompletionOutput]
-    """The choices that there is something new of, by index; FINAL_ONLY: all."""
+    """The choices with a new part, by index; with FINAL_ONLY all of them."""
     finished: bool
-    """Nothing comes after this item."""
+    """This is the last item."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """One entry a token of the prompt, None for the first: nothing comes before it. With DELTA in the first item of
-    a choice alone, else in every item since they are known; None unless asked for."""
+    """One entry per token of the prompt, None for the first, which no token precedes. With DELTA only in the first item
+    of a choice, else in every item once they are known; None unless requested."""
     weight_version: str = "default"
-    """Of the weights that computed the newest token: what `update_weights` said last."""
+    """The version of the weights that computed the newest token, as `update_weights` set it."""
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
@@ -80,13 +79,13 @@ class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
     """The caller's id, or the one that was made for the caller."""
     num_prompt_tokens: int
     num_cached_tokens: int
-    """Prompt tokens that the engine did not have to compute."""
+    """Prompt tokens that were in the engine's prefix cache."""
     data: bytes
     """float32, little-endian, one number after the other."""
     weight_version: str = "default"
-    """Of the weights that computed it."""
+    """The version of the weights that computed it."""
 
     @property
     def values(self) -> list[float]:
-        """The same as numbers: the embedding, or one for each class. Made anew each time."""
+        """`data` as numbers: the embedding, or one number per class. Made anew by each call."""
         return list(struct.unpack(f"<{len(self.data) // 4}f", self.data))

@@ -1,4 +1,4 @@
-"""PoolingParams: what one vector is made of a prompt, in place of an answer.
+"""PoolingParams: how one vector is made of a prompt, in place of an answer.
 
 Pure. Made by callers and routes, checked on construction, sent to the engine as it is.
 """
@@ -30,10 +30,10 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
     """embed: the model's last hidden state, as wide as the model. classify: a number for each class of a model with a
     classification head: probabilities, unless the model is one of regression."""
     pooling: PoolingKind | None = None
-    """Of which tokens: the last one, or the mean of all. None: as the model is meant, which is the last one. A
-    classification head always reads the last one."""
+    """The tokens that make the vector: the last one, or the mean of all. None: as the model is meant, which is the last
+    one. A classification head always reads the last one."""
     normalize: bool = True
-    """Scale an embedding to length 1 (L2). Probabilities have no length: True is all that goes with classify."""
+    """Scale an embedding to length 1 (L2). With classify it must be True, and changes nothing."""
 
     def __post_init__(self) -> None:
         _check_one_of("task", self.task, get_args(PoolingTask))
@@ -51,7 +51,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True, 
 
     @property
     def is_mean(self) -> bool:
-        """Every token counts, so that none may be left uncomputed. Else the last one is all that counts."""
+        """Whether every token counts, so that all must be computed. Else only the last one counts."""
         return self.pooling == "mean"
 
 

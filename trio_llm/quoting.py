@@ -1,6 +1,6 @@
-"""Quoting: how messages of errors show a value that a client has sent.
+"""Quoting: how error messages show a value that a client has sent.
 
-Pure. Used wherever a request is refused.
+Pure. Used where requests are refused.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ MAX_QUOTED_CHARS: Final = 200
 
 
 def quote(value: object) -> str:
-    """A short ASCII rendering of input, safe for any value: nothing of it is encoded, and little of it is read."""
+    """A value as short ASCII text. Safe for any value: it encodes nothing, and reads a bounded part."""
     if isinstance(value, str):
         text = ascii(value[:MAX_QUOTED_CHARS])
     elif isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 256:

@@ -41,12 +41,12 @@ MAX_BAD_WORD_CHARS = 256
 MAX_LOGPROBS = 20
 MAX_N = 128
 MAX_PENALTY = 2
-"""Of presence and frequency, either way."""
+"""The largest presence or frequency penalty, positive or negative."""
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 10_000
 """Values outside these two count as the nearer one: further out, scores would overflow."""
 MAX_LOGIT_BIAS = 100
-"""Either way."""
+"""The largest bias, positive or negative."""
 MAX_LOGIT_BIAS_TOKENS = 1024
 MIN_TEMPERATURE = 0.01
 """Positive temperatures below this count as this: dividing logits by less overflows half precision."""
@@ -55,7 +55,7 @@ _INT64 = 2**63
 
 
 class RequestOutputKind(enum.IntEnum):
-    """What each item of a stream holds."""
+    """What each item of a stream contains."""
 
     DELTA = 0
     """Only what is new since the last item."""
@@ -94,35 +94,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     logprobs: int | None = None
-    """Log-probabilities of each sampled token and of this many alternatives; None: none at all."""
+    """Log-probabilities of each sampled token and of this many alternatives; None: no log-probabilities."""
     output_kind: RequestOutputKind = RequestOutputKind.DELTA
     n: int = 1
-    """Choices for the one prompt. Choice i has the seed plus i, wrapped to int64: it is what a request of its own with
-    that seed gets. With temperature 0 all are equal and computed once. The engine knows 1 only."""
+    """Choices for the prompt. Choice i has the seed plus i, wrapped to int64, and equals the answer to a request of its
+    own with that seed. With temperature 0 all choices are equal and computed once. The engine gets n = 1 only."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens are sampled, 1 to 1024 of them; None: all. Ends of the answer that are not among them never
     come, other than by `max_tokens`. A request is refused if other parameters leave none of them."""
     bad_words: tuple[str, ...] = ()
     """Words that do not come in the answer, at most 128: neither their tokens nor those of the word after a space. The
-    same text made of other tokens may come. A word that the prompt has begun cannot be completed either."""
+    same text in other tokens may come. The answer cannot complete a word that the prompt has begun either."""
     spaces_between_special_tokens: bool = True
     """False: no space between special tokens that follow each other, where the tokenizer's decoder writes one and
     `skip_special_tokens` is False. Byte-level and byte-fallback tokenizers write none: no effect there."""
     prompt_logprobs: int | None = None
-    """Log-probabilities of each token of the prompt and of this many alternatives; None: none at all."""
+    """Log-probabilities of each token of the prompt and of this many alternatives; None: no log-probabilities."""
     min_p: float = 0.0
-    """Sample from tokens that are at least so likely, relative to the likeliest one, after temperature and before
+    """Sample from tokens with at least this share of the probability of the likeliest one, after temperature and before
     `top_k` and `top_p`; in [0, 1], 0: no limit."""
     presence_penalty: float = 0.0
-    """Taken off the scores of tokens that were generated already; -2 to 2. The prompt does not count; of a session,
-    neither do earlier answers."""
+    """Subtracted from the scores of tokens that were generated already; -2 to 2. The prompt does not count. Neither do
+    earlier answers of a session."""
     frequency_penalty: float = 0.0
-    """Taken off the scores of tokens once for each time they were generated; -2 to 2. Counts as the one above."""
+    """Subtracted from the scores of tokens once for each time they were generated; -2 to 2. Counts the same tokens."""
     repetition_penalty: float = 1.0
     """Scores of tokens that stand in prompt or answer are divided by this if they are positive and else multiplied;
     any finite number above 0, 1: no penalty. Applied before the other two."""
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
-    """Added to the scores of these tokens: -100 to 100 for each of up to 1024 token ids. Not to be changed after."""
+    """Added to the scores of these tokens: -100 to 100 for each of up to 1024 token ids. Do not change it later."""
 
     def __post_init__(self) -> None:
         set_field = msgspec.structs.force_setattr

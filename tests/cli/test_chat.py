@@ -98,10 +98,10 @@ def test_an_answer_cannot_steer_the_terminal(
     [
         (Answer([b'{"error": {"message": "no such model"}}'], status=404), "", "no such model"),
         (Answer([b"{}"], status=500), "", "HTTP status 500"),
-        (Answer([b"<html>"], status=502), "", "no answer of this API"),
+        (Answer([b"<html>"], status=502), "", "not an answer of this API"),
         (Answer([said("Hel"), event(error={"message": "the engine died"}), DONE]), "Hel\n", "the engine died"),
         (Answer([said("Hel")]), "Hel\n", "without its last event"),
-        (Answer([b"data: [1]\n\n"]), "", "no answer of this API"),
+        (Answer([b"data: [1]\n\n"]), "", "not an answer of this API"),
     ],
 )
 def test_a_failed_answer_is_one_line_and_exit_code_1(

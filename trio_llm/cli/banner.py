@@ -1,4 +1,4 @@
-"""What `trio-llm serve` says once it is ready: where it is, what it runs, what it can hold, and how to try it.
+"""The banner of `trio-llm serve`: URL, model, context, capacity of the KV cache, and a command to try it.
 
 Pure. Used by cli/serve.py.
 """
@@ -21,7 +21,7 @@ def banner(
         name: what requests call the model.
         urls: where the server listens; at least one, the first goes into the example.
         elapsed_s: from the start to being ready.
-        asked_len: the context that was asked for, in tokens; None: the longest there can be.
+        asked_len: `--max-model-len`, in tokens; None: the longest possible.
     """
     return "\n".join(
         [

@@ -24,21 +24,21 @@ from trio_llm.cli.sse import EventParser
 __all__ = ["ChatOptions", "Conversation", "ask", "run_chat", "wait_for_server"]
 
 _POLL_S: Final = 0.25
-"""Between two looks at a server that is loading."""
+"""Seconds between two requests to a server that is loading."""
 _CONTROLS: Final = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}
-"""What a model could steer the terminal with. Left out of what is shown, kept in what is sent back."""
+"""Characters that control a terminal. They are not shown, but kept in what is sent back."""
 
 
 _ENDINGS: Final[dict[str | None, tuple[str, int]]] = {
     "abort": ("(ended by the server)", 1),
     "length": ("(cut: the limit of tokens was reached)", 0),
 }
-"""Finish reasons of an answer that is not whole: what is said of it, and the exit code if it is the only one."""
+"""Finish reasons of an answer that is not whole: the note about it, and the exit code if it is the only answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """What goes with every question; None: the server decides."""
+    """Options of every question; None: the server decides."""
 
     model: str | None = None
     system_prompt: str | None = None
@@ -48,7 +48,7 @@ class ChatOptions:
 
 @dataclass(slots=True)
 class Conversation:
-    """What was said so far, and the body of the next request."""
+    """The conversation so far, and the body of the next request."""
 
     options: ChatOptions
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -78,7 +78,8 @@ def run_chat(url: str, options: ChatOptions, *, question: str | None = None) -> 
 
     Raises:
         ConfigError: `url` is no address.
-        ServerError: the server is not there, or refused the only question.
+        ServerError: no server answers, or it refused the only question.
+        OutputError: the answer cannot be written.
     """
     address = Address.parse(url)
     conversation = Conversation(options)
@@ -93,7 +94,7 @@ def run_chat(url: str, options: ChatOptions, *, question: str | None = None) -> 
             try:
                 _answer(address, conversation, line)
             except ServerError as error:
-                # The chat goes on: the next question may work, and what was said so far is not lost.
+                # The chat continues: the next question may work, and the conversation so far is not lost.
                 print(f"trio-llm: {error}", file=sys.stderr)
     return 0
 
@@ -103,7 +104,7 @@ def _prepare_terminal() -> None:
         # A character that the terminal does not know must not end the chat.
         reconfigure(errors="replace")
     if sys.stdin.isatty():
-        # Its import is its effect: `input` gets line editing and a history. Some builds of Python lack it.
+        # Importing it gives `input` line editing and a history. Some builds of Python lack it.
         with contextlib.suppress(ImportError):
             importlib.import_module("readline")
 
@@ -120,9 +121,9 @@ def _read_line() -> str | None:
 
 
 def _answer(address: Address, conversation: Conversation, question: str) -> int:
-    """Stream an answer to stdout and remember it, as far as it came. Says on stderr if it was cut.
+    """Stream an answer to stdout and remember it, as far as it came. A note on stderr says if it was cut.
 
-    Returns the exit code that suits it: 1 for one that the server cut, 130 for Ctrl-C.
+    Returns the exit code: 1 if the server cut the answer, 130 for Ctrl-C.
     """
     pieces: list[str] = []
     reasons: list[str | None] = []
@@ -149,12 +150,12 @@ def _answer(address: Address, conversation: Conversation, question: str) -> int:
 
 
 async def _until_interrupted(work: Callable[[], Awaitable[None]]) -> bool:
-    """Await `work()`; Ctrl-C cancels it. True: it came to its end.
+    """Await `work()`; Ctrl-C cancels it. Returns whether it reached its end.
 
     Cancellation: cancels `work`.
 
     Raises:
-        Exception: whatever `work` raised.
+        Exception: as `work` raised it.
     """
     failure: Exception | None = None
     finished = False
@@ -170,7 +171,7 @@ async def _until_interrupted(work: Callable[[], Awaitable[None]]) -> bool:
                 await work()
                 finished = True
             except Exception as error:
-                failure = error  # raised outside of the nursery, which would wrap it in a group
+                failure = error  # raised outside the nursery, which would wrap it in a group
             nursery.cancel_scope.cancel()
     if failure is not None:
         raise failure
@@ -178,14 +179,14 @@ async def _until_interrupted(work: Callable[[], Awaitable[None]]) -> bool:
 
 
 async def wait_for_server(address: Address, *, stream: TextIO | None = None) -> None:
-    """Return once the server is ready, saying so on `stream` (stderr) while it is still loading.
+    """Return once the server is ready. While it loads, `stream` (stderr) gets a line for each phase.
 
     Cancellation: safe.
 
     Raises:
-        ServerError: nothing listens there, or its engine is gone.
+        ServerError: no server listens there, or its engine is gone.
     """
-    told = ""
+    shown = ""
     while True:
         async with open_request(address, "GET", "/health") as response:
             if response.status == 200:
@@ -195,18 +196,18 @@ async def wait_for_server(address: Address, *, stream: TextIO | None = None) -> 
             raise ServerError(f"the server at {address} is not ready: {_reason(health, response.status)}")
         phase = f" ({health.phase})" if health.phase else ""
         line = f"the server is loading its model{phase}, please wait"
-        if line != told:
+        if line != shown:
             print(line, file=stream or sys.stderr, flush=True)
-            told = line
+            shown = line
         await trio.sleep(_POLL_S)
 
 
 async def ask(address: Address, body: dict[str, Any], show: Callable[[str], None]) -> str | None:
-    """Send a chat request that streams, and hand every piece of the answer's text to `show` as it comes.
+    """Send a chat request that streams, and pass every piece of the answer's text to `show` as it comes.
 
     Returns the finish reason, None if the server gave none.
 
-    Cancellation: the connection is closed, which ends the request in the server; `show` has had what came.
+    Cancellation: the connection is closed, which ends the request in the server; `show` got all that came before.
 
     Raises:
         ServerError: the server refused the request, or the answer ended in an error or without its end.
@@ -235,7 +236,7 @@ async def _events(response: Response) -> AsyncIterator[str]:
             yield data
 
 
-# What is read of the server's answers; other fields are ignored.
+# The fields that are read of the server's answers; others are ignored.
 
 
 class _Error(msgspec.Struct):
@@ -272,11 +273,11 @@ def _parse(text: str | bytes, kind: type[_Parsed]) -> _Parsed:
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        raise ServerError(f"the server sent what is no answer of this API: {text[:100]!r}") from None
+        raise ServerError(f"the server sent something that is not an answer of this API: {text[:100]!r}") from None
 
 
 def _reason(body: _Refusal, status: int) -> str:
-    """What an error reply says, or its status if it says nothing."""
+    """The message of an error reply, or its status if there is no message."""
     if body.error is not None and body.error.message:
         return body.error.message
     if isinstance(body, _Health) and (said := body.reason or body.status):

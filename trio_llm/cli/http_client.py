@@ -1,6 +1,6 @@
-"""A small HTTP/1.1 client: one request a connection, the answer's body as it arrives.
+"""A small HTTP/1.1 client: one request per connection, the answer's body as it arrives.
 
-h11 over a Trio stream. Used by `trio-llm chat`, which needs no more than this.
+h11 over a Trio stream. Used by `trio-llm chat`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ __all__ = ["Address", "Response", "ServerError", "ServerUnreachableError", "open
 
 _CHUNK_BYTES = 65536
 _MAX_BODY_BYTES = 16 * 1024 * 1024
-"""Of an answer that is read whole."""
+"""The largest answer that is read whole."""
 
 
 class ServerError(TrioLLMError):
-    """The server answered with an error, or with something that is no answer."""
+    """The server answered with an error, or with something that is not an answer."""
 
 
 class ServerUnreachableError(ServerError):
-    """Nothing listens there, or the connection broke."""
+    """No server listens there, or the connection broke."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,14 +41,14 @@ class Address:
     port: int
     tls: bool
     root: str
-    """Path that the server's own paths are appended to; empty, or without a slash at its end."""
+    """Prefix of the server's paths; empty, or without a slash at its end."""
 
     @classmethod
     def parse(cls, url: str) -> Self:
         """Read `http://host:port`, with or without `http://` and with or without `/v1` at the end.
 
         Raises:
-            ConfigError: it is no such address.
+            ConfigError: it is not such an address.
         """
         try:
             parts = urlsplit(url if "://" in url else f"http://{url}")
@@ -71,7 +71,7 @@ class Address:
 
 
 class Response:
-    """An answer whose head has arrived. Made by `open_request`; of use inside its block only."""
+    """An answer whose head has arrived. Made by `open_request`, and to be used inside its block."""
 
     def __init__(self, wire: _Wire, head: h11.Response) -> None:
         self._wire = wire
@@ -117,8 +117,8 @@ async def open_request(
     Cancellation: the connection is closed, so that the server stops working for the request.
 
     Raises:
-        ServerUnreachableError: nothing listens at `address`, or the connection broke.
-        ServerError: what answers there does not speak HTTP.
+        ServerUnreachableError: no server listens at `address`, or the connection broke.
+        ServerError: the server at this address does not speak HTTP.
     """
     try:
         stream = await _connect(address)
@@ -131,12 +131,12 @@ async def open_request(
         await wire.send(_request_events(address, method, path, json_body))
         yield Response(wire, await wire.receive_head())
     finally:
-        # At once: after an answer that was read there is nothing to say, and an answer that was not is unwanted.
+        # Without a handshake: the answer was read, or the rest of it is not wanted.
         await trio.aclose_forcefully(stream)
 
 
 def _first_cause(error: OSError) -> str:
-    """The system's words: when every address of a host fails, Trio has each failure in a group behind its own error."""
+    """The system's error text. If every address of a host fails, Trio puts the failures into a group, as the cause."""
     group = error.__cause__
     causes = group.exceptions if isinstance(group, BaseExceptionGroup) else ()
     texts = [cause.strerror for cause in (*causes, error) if isinstance(cause, OSError) and cause.strerror]
@@ -169,7 +169,7 @@ def _request_events(
 
 
 class _Wire:
-    """h11's state machine and the stream it speaks over."""
+    """h11's state machine and the stream under it."""
 
     def __init__(self, stream: trio.abc.Stream, address: Address) -> None:
         self._stream = stream
@@ -181,7 +181,7 @@ class _Wire:
         try:
             await self._stream.send_all(data)
         except (trio.BrokenResourceError, trio.ClosedResourceError):
-            # A server that refuses a body early answers, then closes: its answer may still be there to read.
+            # A server that refuses a body early answers, then closes: its answer may still be read.
             return
 
     async def receive_head(self) -> h11.Response:

@@ -63,12 +63,12 @@ def _fail(message: str, code: int) -> int:
 
 
 def _plain(message: str) -> str:
-    """Typer's `Invalid value for '--port': Value error, 'x' is ...` as `--port: 'x' is ...`."""
+    """A message such as `Invalid value for '--port': Value error, 'x' is ...` as `--port: 'x' is ...`."""
     return re.sub(r"^Invalid value for '([^']*)': (Value error, )?", r"\1: ", message)
 
 
 def _known_spelling(arg: str) -> str:
-    """`--max_model_len=8k` as `--max-model-len=8k`, and another name of an option as its first: all are in use."""
+    """Hyphens for underscores, and the first name of an option for another: `--max_model_len=8k` is accepted, too."""
     match = re.fullmatch(r"(--[a-z][a-z_-]*)(=.*)?", arg, re.DOTALL)
     if match is None:
         return arg

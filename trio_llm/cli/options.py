@@ -21,7 +21,7 @@ _DEV = "Control of the running engine"
 _LOGS = "Logs"
 
 OTHER_NAMES: Final = {"--kv-cache-memory-bytes": "--kv-cache-memory"}
-"""Not known to typer: in `--help`, a line with two names has no room for what they mean."""
+"""Other spelling, and the option it stands for. Typer does not know them, so that `--help` shows one name per line."""
 
 OnEngineDeathName = Literal["restart", "exit"]
 LogLevelName = Literal["debug", "info", "warning", "error"]
@@ -42,7 +42,7 @@ DType = Annotated[
     typer.Option(
         "--dtype",
         metavar="TYPE",
-        help="Of the weights: auto, float32, bfloat16 or float16. auto: as the checkpoint says, "
+        help="Type of the weights: auto, float32, bfloat16 or float16. auto: as the checkpoint says, "
         "but float32, with twice the memory, on a CPU without 16-bit arithmetic.",
         rich_help_panel=_MODEL,
     ),
@@ -122,7 +122,7 @@ MaxNumQueuedTokens = Annotated[
         "--max-num-queued-tokens",
         parser=parse_count,
         metavar="N",
-        help="Prompt tokens that wait for a first answer token, beyond which new requests are refused with 429.",
+        help="Prompt tokens of requests without a first answer token, beyond which new ones are refused with 429.",
         show_default="no limit",
         rich_help_panel=_MEMORY,
     ),
@@ -144,7 +144,7 @@ NumBlocks = Annotated[
         "--num-gpu-blocks-override",
         parser=parse_count,
         metavar="N",
-        help="KV blocks, on whatever device, in place of sizing by memory.",
+        help="Number of KV blocks, on any device, instead of sizing by memory.",
         show_default="by memory",
         rich_help_panel=_MEMORY,
     ),
@@ -163,7 +163,7 @@ RunAhead = Annotated[
         "--run-ahead",
         parser=parse_count,
         metavar="N",
-        help="Steps that are launched before the one before them is read: 0 or 1.",
+        help="Steps that are launched before the result of the step before is read: 0 or 1.",
         show_default="1 on a GPU, 0 on a CPU",
         rich_help_panel=_MEMORY,
     ),
@@ -184,7 +184,7 @@ AllowUnauthenticated = Annotated[
     bool,
     typer.Option(
         "--allow-unauthenticated",
-        help="Listen beyond loopback although nobody has to show a key.",
+        help="Listen beyond loopback although the server asks for no key.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -244,7 +244,7 @@ ProfileDir = Annotated[
         "--profile-dir",
         metavar="DIR",
         help="Folder for traces of the torch profiler.",
-        show_default="there are none",
+        show_default="no traces",
         rich_help_panel=_DEV,
     ),
 ]
@@ -263,7 +263,7 @@ KeepAlive = Annotated[
     bool,
     typer.Option(
         "--keep-alive-on-engine-death",
-        help="Keep answering, with errors, when the engine is gone, in place of ending.",
+        help="Keep answering, with errors, when the engine is gone, instead of ending.",
         rich_help_panel=_FAILURE,
     ),
 ]
@@ -273,7 +273,7 @@ OnEngineDeath = Annotated[
     typer.Option(
         "--on-engine-death",
         metavar="WHAT",
-        help="restart: start the engine again and go on with all that was unfinished. exit: end.",
+        help="restart: start the engine again and continue all unfinished requests. exit: end the server.",
         rich_help_panel=_FAILURE,
     ),
 ]
@@ -317,14 +317,14 @@ DisableLogStats = Annotated[
 URL = Annotated[str, typer.Argument(metavar="URL", help="Address of the server.", show_default=True)]
 Question = Annotated[
     str | None,
-    typer.Option("--question", "-q", metavar="TEXT", help="Ask this one thing, print the answer and end."),
+    typer.Option("--question", "-q", metavar="TEXT", help="Ask this one question, print the answer and end."),
 ]
 SystemPrompt = Annotated[
-    str | None, typer.Option("--system-prompt", metavar="TEXT", help="What the model is told before the chat begins.")
+    str | None, typer.Option("--system-prompt", metavar="TEXT", help="Instructions for the model, before the chat.")
 ]
 ModelName = Annotated[
     str | None,
-    typer.Option("--model", metavar="NAME", help="Name of the model.", show_default="the first one the server has"),
+    typer.Option("--model", metavar="NAME", help="Name of the model.", show_default="the first one of the server"),
 ]
 MaxTokens = Annotated[
     int | None,

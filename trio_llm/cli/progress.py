@@ -1,6 +1,6 @@
-"""How far the engine's start-up is, for people: a bar on a terminal, plain lines elsewhere.
+"""The progress of the engine's start-up: a bar on a terminal, plain lines elsewhere.
 
-Used by cli/serve.py, which feeds it with the engine's status.
+Used by cli/serve.py, which passes the engine's status.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ def open_progress(stream: TextIO | None = None) -> ProgressView:
 
 
 class PlainProgress:
-    """One line when a phase begins, then one for every quarter of it that is done: a log stays readable."""
+    """One line when a phase begins, then one for each quarter of it, so that a log stays readable."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self._told: tuple[str | None, int] = ("", 0)
+        self._shown: tuple[str | None, int] = ("", 0)
 
     def __enter__(self) -> Self:
         return self
@@ -57,15 +57,15 @@ class PlainProgress:
 
     def update(self, status: EngineStatus) -> None:
         quarter = 4 * min(status.done, status.total) // status.total if status.total else 0
-        if (status.phase, quarter) == self._told:
+        if (status.phase, quarter) == self._shown:
             return
-        self._told = (status.phase, quarter)
+        self._shown = (status.phase, quarter)
         done = f" {25 * quarter} %" if status.total else ""
         print(f"{_label(status)}{done} ({status.elapsed_s:.1f} s)", file=self._stream, flush=True)
 
 
 class BarProgress:
-    """A bar that is drawn over itself and vanishes at the end."""
+    """A bar that is redrawn in place and removed at the end."""
 
     def __init__(self, stream: TextIO) -> None:
         # Only here: a server that is not on a terminal starts without rich.

@@ -31,9 +31,9 @@ from trio_llm.frontend.statistics.stats import StatLogger
 __all__ = ["run_server", "serve_engine"]
 
 _REFRESH_S: Final = 0.1
-"""Between two looks at how far the engine's start-up is."""
+"""Seconds between two updates of the start-up display."""
 _ENDING_S: Final = 15.0
-"""What the end may take beyond the drain (last events, handlers, the engine) before the kernel ends the process."""
+"""Seconds that the end may take after the drain, for last events, handlers and the engine. Then the kernel kills us."""
 
 
 def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str, log_stats: bool) -> int:
@@ -61,7 +61,7 @@ def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str, lo
 async def serve_engine(
     engine: EngineConfig, server: ServerConfig, *, listeners: Listeners, log_stats: bool = True
 ) -> None:
-    """Start the server, then the engine, and run both until SIGTERM, SIGINT or the engine's death. Tells the terminal.
+    """Start the server, then the engine, and run both until SIGTERM, SIGINT or the engine's death. Prints the progress.
 
     Cancellation: stops both; takes up to about four seconds.
 
@@ -106,13 +106,13 @@ async def _show_start_up(llm: AsyncLLM, stream: TextIO) -> None:
 
 
 async def _end_in_time(stop: trio.Event, drain_timeout_s: float) -> None:
-    """See to it that a server told to stop does, even if Python hangs. Cancellation: safe; a limit once set stays."""
+    """Limit the time of a stop, also if Python hangs. Cancellation: safe; a limit that was set stays."""
     await stop.wait()
     hard_exit_after(drain_timeout_s + _ENDING_S)
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stderr` is at that moment: a progress bar takes its place, and makes way for lines."""
+    """Writes to the present `sys.stderr`: a progress bar replaces it for a time, and prints lines above itself."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)

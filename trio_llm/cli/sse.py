@@ -11,7 +11,7 @@ __all__ = ["EventParser"]
 
 
 class EventParser:
-    """Feed it the body of a response; how that is cut into pieces does not change what comes out.
+    """Takes the body of a response in pieces. How it is cut does not change the events.
 
     Lines end in LF, CRLF or CR; comments and fields other than `data` are skipped; an event without data is none.
     An event that the end of the body cuts off is dropped, as the standard says.

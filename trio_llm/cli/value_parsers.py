@@ -14,7 +14,7 @@ __all__ = ["parse_count", "parse_decimal", "parse_port", "parse_temperature"]
 _NUMBER: Final = re.compile(r"(\d+(?:\.\d+)?)\s*(?:([kmgt])|([KMGT])(?:iB)?)?")
 _POWERS: Final = {"k": 1, "m": 2, "g": 3, "t": 4}
 _MAX_COUNT: Final = 2**63 - 1
-"""What the message to the engine has room for."""
+"""The largest number in a message to the engine."""
 
 
 def parse_count(text: str | int) -> int:

@@ -1,4 +1,4 @@
-"""For tests of programs that use trio_llm: a FakeLLM without a model, and a server for it. See docs/testing.md.
+"""Tests of programs that use trio_llm: a FakeLLM without a model, and a server for it. See docs/testing.md.
 
 The names are loaded when first used, so that the pytest plugin costs nothing in runs that do not use it.
 """

@@ -19,10 +19,10 @@ from trio_llm.engine.scheduling.step import RowError, SampledToken
 __all__ = ["END", "LOGITS_WIDTH", "MODEL_DIR", "AnsweringExecutor", "read_text"]
 
 MODEL_DIR: Final = Path(__file__).parent / "model"
-"""Of the fake model: what a directory in Hugging Face form has, without weights."""
+"""The fake model's directory in Hugging Face form, without weights."""
 
 _SPECIAL: Final = ("<|end|>", "<|system|>", "<|user|>", "<|assistant|>")
-"""The ids from 256 on. Below, an id is a byte."""
+"""The tokens of the ids from 256. An id below is a byte."""
 LOGITS_WIDTH: Final = 256 + len(_SPECIAL)
 END: Final = 256
 
@@ -31,7 +31,7 @@ _READABLE: Final = list(b" abcdefghijklmnopqrstuvwxyz")
 
 
 def read_text(token_ids: list[int]) -> str:
-    """What the ids stand for; bytes that are no UTF-8 show as U+FFFD."""
+    """The text of the ids. Bytes that are not UTF-8 show as U+FFFD."""
     parts = [bytes([i]) if i < 256 else _SPECIAL[i - 256].encode() for i in token_ids]
     return b"".join(parts).decode(errors="replace")
 
@@ -48,12 +48,12 @@ class AnsweringExecutor(FakeExecutor):
         self._choices = _READABLE
         self._has_script = bool(fake.script)
         self._begun: dict[tuple[str, int], bytes | None] = {}
-        """The answers that were begun, by request and length of the prompt, which grows with a session's inputs: a
-        change of `answers` is for requests to come."""
+        """The answers that were begun, by request and length of the prompt, which grows with a session's inputs. So a
+        change of `answers` does not change them."""
         self.answers: Mapping[str, str] = {}
         self.answer: str | None = None
         self.faults: deque[SampledToken | RowError] = deque()
-        """What the next rows that sample get in place of a token."""
+        """Results of the next rows that sample, instead of a token."""
 
     def _find_fault(self, sequence: Sequence) -> SampledToken | RowError | None:
         return self.faults.popleft() if self.faults else super()._find_fault(sequence)

@@ -1,7 +1,7 @@
-"""FakeLLM: AsyncLLM itself over the real scheduler and a fake device, with answers and faults as a test says.
+"""FakeLLM: AsyncLLM itself over the real scheduler and a fake device. A test sets its answers and faults.
 
-No process, no socket, no thread and no file of a model: everything runs in the test's own Trio loop, so a MockClock
-works, and autojump makes hours of fake engine time pass in no time.
+It needs no process, socket, thread or file of a model: everything runs in the test's own Trio loop, so a MockClock
+works, and with autojump hours of fake engine time pass at once.
 """
 
 from __future__ import annotations
@@ -39,25 +39,25 @@ _T = TypeVar("_T")
 _FAKE_FIELDS: Final = frozenset(FakeEngineConfig.__struct_fields__) - (
     {"model_dir", "logits_width", "step_s", "start_s"} | {"max_model_len"}
 )
-"""Those that a test may set. `max_model_len` is a field of EngineConfig, too."""
+"""The fields that a test may set. `max_model_len` is a field of EngineConfig, too."""
 
 
 @dataclass(slots=True, kw_only=True)
 class FakeRequest:
-    """One request that the fake engine was sent; each choice of an answer is one."""
+    """One request that was sent to the fake engine. Each choice of an answer is a request."""
 
     request_id: str
-    """The caller's."""
+    """The caller's id."""
     prompt: str
-    """As text; of a conversation: what the chat template made of it, `<|user|>Hello<|assistant|>`."""
+    """The prompt as text. A conversation is shown as its chat template: `<|user|>Hello<|assistant|>`."""
     token_ids: list[int]
-    """Of the prompt. An id below 256 is a byte."""
+    """The prompt's ids. An id below 256 is a byte."""
     params: SamplingParams
-    """With the defaults filled in."""
+    """The parameters with their defaults."""
     pooling: PoolingParams | None = None
-    """Set: it was for a vector, and `params` says nothing."""
+    """Set for a request of a vector. Then `params` has no meaning."""
     was_aborted: bool = False
-    """The engine was told to stop: the reader left, or a stop string was found."""
+    """The front end has aborted it: the reader left, or a stop string was found."""
 
 
 class FakeLLM(AsyncLLM):
@@ -82,7 +82,7 @@ class FakeLLM(AsyncLLM):
 
     @property
     def answers(self) -> Mapping[str, str]:
-        """Texts by prompt, or by the last message of a conversation. May be set at any time, for requests to come.
+        """Texts by prompt, or by the last message of a conversation. May be set at any time, for later requests.
 
         The prompt of a session's later input is all the text before its answer, earlier answers included.
         """
@@ -104,13 +104,13 @@ class FakeLLM(AsyncLLM):
     # ---------------------------------------------------------------------------------------- faults
 
     def kill(self, reason: str = "killed by the test") -> None:
-        """End the engine, as a crash does. Readers get what was sent, then EngineDeadError with `reason`; but with
-        `on_engine_death="restart"` another engine is started half a second later, and they get all the rest."""
+        """End the engine, as a crash does. Readers get what was sent, then EngineDeadError with `reason`. With
+        `on_engine_death="restart"` another engine starts half a second later, and readers get the rest."""
         self._engines[0].core.kill(reason)
 
     def stall(self) -> None:
-        """Let the engine hang: it reads nothing and finishes no step until `resume`, or until it has done so for
-        `stall_timeout_s`: then it is killed."""
+        """Let the engine hang: it reads nothing and finishes no step until `resume`. It is killed when it has hung for
+        `stall_timeout_s`."""
         self._fake_core.pause()
 
     def resume(self) -> None:
@@ -118,19 +118,19 @@ class FakeLLM(AsyncLLM):
         self._fake_core.resume()
 
     def slow(self, step_s: float) -> None:
-        """Let each step from the next one on take so many seconds of Trio's clock."""
+        """Let each step, from the next one on, take `step_s` seconds of Trio's clock."""
         self._step_s = self._fake_core.step_s = step_s
 
     def drop_next_frame(self) -> None:
         """Lose the next message of the engine that has tokens.
 
-        That is noticed at its next message, a second later if nothing else is to be told, and ends the engine as `kill`
-        does.
+        The front end notices that at the next message, a second later if no request causes one, and ends the engine as
+        `kill` does.
         """
         self._fake_core.drop_next_frame()
 
     def faulty_token(self) -> None:
-        """Let the next row of a step be broken, as by logits that are not numbers. That request fails alone."""
+        """Let the next row of a step have a token that cannot be, as from broken logits. That request fails alone."""
         self._executor.faults.append(SampledToken(-1))
 
     def fail_next_row(self, message: str = "failed by the test") -> None:
@@ -141,41 +141,41 @@ class FakeLLM(AsyncLLM):
 
     @property
     def core(self) -> InMemoryCoreClient:
-        """The link to the engine, to put messages in by hand. Another one after a restart."""
+        """The link to the engine, for messages that the test injects. A restart replaces it."""
         return self._fake_core
 
     @property
     def requests(self) -> list[FakeRequest]:
-        """All that the engine was ever sent, in order. Of a session: its first input."""
+        """All requests that were sent to the engine, in order. A session is shown with its first input."""
         return list(self._requests.values())
 
     @property
     def num_running(self) -> int:
-        """Sequences that the scheduler runs, now."""
+        """Sequences that the scheduler runs at this moment."""
         return self._fake_core.core.stats.num_running
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the scheduler's queue, now. What the engine has not read yet is in neither count."""
+        """Sequences in the scheduler's queue at this moment. Requests that the engine has not read are not counted."""
         return self._fake_core.core.stats.num_waiting
 
     @property
     def num_free_blocks(self) -> int:
-        """KV blocks that no sequence holds, now."""
+        """KV blocks that no sequence holds at this moment."""
         return self._fake_core.core.stats.num_free_blocks
 
     async def assert_idle(self) -> None:
-        """Assert that nothing is left of any request: in the front end, in the scheduler and of the KV cache.
+        """Assert that nothing is left of any request, in the front end, in the scheduler and in the KV cache.
 
-        Waits until the engine has confirmed what was aborted. Of an engine that is dead, the front end alone counts.
+        Waits until the engine has confirmed all aborts. If the engine is dead, only the front end is checked.
 
         Cancellation: safe.
 
         Raises:
-            AssertionError: a request is unfinished and its block not left, or something leaks, or the engine stalls.
+            AssertionError: a request is unfinished in its block, or something leaks, or the engine is stalled.
         """
         running = [request.state.external_id for request in self._registry.in_flight.values() if request.is_unfinished]
-        assert not running, f"unfinished, and their blocks are not left: {running}"
+        assert not running, f"unfinished requests, whose blocks the program is still in: {running}"
         if self.dead_error is None:
             assert not self.core.is_paused, "the engine is stalled, so nothing can be confirmed; call resume() first"
         await self.wait_idle()
@@ -216,7 +216,7 @@ class FakeLLM(AsyncLLM):
 
 
 class _InlineRenderer(Renderer):
-    """Without threads: while one works, every task waits, and a MockClock would jump."""
+    """Renders in the calling task: while a thread works, every task waits, and a MockClock would jump."""
 
     async def _run(self, work: Callable[[], _T], *, size: int) -> _T:
         return await super()._run(work, size=0)
@@ -247,18 +247,18 @@ async def open_fake_llm(
             and a third one for the end.
         answer: the text for all other prompts. None: letters without end, up to `max_tokens` or the context; the same
             for the same prompt with the same seed, or at temperature 0.
-        step_s: seconds of Trio's clock that each step takes; 0: a schedule point.
-        stat_loggers: get the statistics.
+        step_s: seconds of Trio's clock that each step takes; 0: only a schedule point.
+        stat_loggers: receive the statistics.
         wait_until_ready: False: enter while the model seems to load.
         settings: fields of EngineConfig, such as `max_model_len`, `max_num_seqs` or `num_gpu_blocks_override`; and
-            of FakeEngineConfig, such as `script` (token ids) or `fail_at_step`. Unlike elsewhere, `on_engine_death` is
-            "exit" if it is not given: then faults show.
+            of FakeEngineConfig, such as `script` (token ids) or `fail_at_step`. The default of `on_engine_death` is
+            "exit" here, so that faults show.
 
     Cancellation: safe; leaving the block, by any way, ends everything at once.
 
     Raises:
         ConfigError: a setting is out of range.
-        TypeError: there is no such setting.
+        TypeError: a setting has an unknown name.
     """
     fake_fields = {name: settings.pop(name) for name in _FAKE_FIELDS & settings.keys()}
     fake = FakeEngineConfig(logits_width=LOGITS_WIDTH, **{"eos_token_ids": (END,), **fake_fields})

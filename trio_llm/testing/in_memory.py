@@ -1,6 +1,6 @@
 """InMemoryCoreClient: the real EngineCore as a task of the same Trio program, in place of a process behind zmq.
 
-For tests: every frame goes through the real codec, time is Trio's clock (a MockClock works), and faults can be put in.
+For tests: every frame goes through the real codec, time is Trio's clock (a MockClock works), and faults can be set.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class InMemoryCoreClient:
     ) -> None:
         self.core = EngineCore(executor, config, epoch=epoch, engine_index=engine_index, clock=trio.current_time)
         self.step_s = step_s
-        """May be changed at any time, for the steps that come."""
+        """May be changed at any time, for later steps."""
         self.on_sent: Callable[[ToEngine], None] = lambda message: None
         """Gets each message to the engine. Must not raise."""
         self._inbox: deque[bytes] = deque()
@@ -55,7 +55,7 @@ class InMemoryCoreClient:
         self._resumed.set()
         self._drops_next_tokens = False
         self._sent_s = trio.current_time()
-        """When the last message was made."""
+        """Time of the last message."""
 
     @property
     def is_paused(self) -> bool:
@@ -86,14 +86,14 @@ class InMemoryCoreClient:
         return messages
 
     def kill(self, reason: str, *, for_good: bool = False) -> None:
-        """End the engine; what it has sent still arrives. A step in flight is lost."""
+        """End the engine. Messages that it has sent still arrive; a step in flight is lost."""
         if self._dead_reason is None:
             self._dead_reason = reason
         self._has_input.set()
         self._has_output.set()
 
     def pause(self) -> None:
-        """Read no message, finish no step, as an engine that hangs."""
+        """Read no message and finish no step, like an engine that hangs."""
         if not self.is_paused:
             self._resumed = trio.Event()
 
@@ -124,7 +124,7 @@ class InMemoryCoreClient:
         await self._send([] if outputs is None else [outputs], after_s=self.step_s)
 
     async def _send(self, messages: list[EngineCoreOutputs], *, after_s: float) -> None:
-        """Let messages arrive after a time, and not while the engine is paused."""
+        """Let the messages arrive after `after_s` seconds, and not while the engine is paused."""
         if messages:
             self._sent_s = trio.current_time()
         await trio.sleep(after_s)

@@ -1,6 +1,6 @@
-"""CoreClient: what AsyncLLM needs of the engines' side, whatever the transport.
+"""CoreClient: the interface to one engine, independent of the transport.
 
-Implemented by `OneEngineClient` over zmq and processes; tests and FakeLLM may put another behind the same seam.
+Implemented by `OneEngineClient` over zmq and processes, and in memory for tests and FakeLLM.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ __all__ = ["CoreClient", "EngineLost"]
 
 @dataclass(frozen=True, slots=True)
 class EngineLost:
-    """An incarnation of the engine is dead, all it sent was taken before, and another one will be started."""
+    """An incarnation of the engine is dead. All its messages were taken before, and another one will be started."""
 
     epoch: int
-    """Of the dead one."""
+    """The dead incarnation."""
     reason: str
 
 
@@ -27,7 +27,7 @@ class CoreClient(Protocol):
     """A pair of queues to and from an engine, and the tasks that keep them moving."""
 
     async def run(self) -> None:
-        """Own the engine: start it, move messages, tell its end. Returns never; cancel it to stop the engine.
+        """Own the engine: start it, move messages, report its end. Never returns; cancel it to stop the engine.
 
         Cancellation: the engine is stopped before this returns, within a few seconds.
         """
@@ -42,7 +42,7 @@ class CoreClient(Protocol):
         ...
 
     async def receive(self) -> Sequence[FromEngine | EngineLost]:
-        """Take all messages that are there, waiting for the first. For one task.
+        """Take all messages that have come, waiting for the first. For one task.
 
         Cancellation: safe. If this raises `trio.Cancelled`, nothing was taken.
 
@@ -52,9 +52,9 @@ class CoreClient(Protocol):
         ...
 
     def kill(self, reason: str, *, for_good: bool = False) -> None:
-        """End the engine now, because of a fault that it cannot know. `receive` tells it, with this reason.
+        """End the engine now, because of a fault that it cannot know. `receive` reports the end with this reason.
 
         Args:
-            for_good: the next engine would have the same fault: there is to be none.
+            for_good: do not start another engine: it would have the same fault.
         """
         ...

@@ -25,9 +25,9 @@ ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "trio_llm.engine")
 
 _STDERR_LINES: Final = 50
 _MAX_LINE_BYTES: Final = 4096
-_TOLD_LINES: Final = 3
-_MAX_TOLD_CHARS: Final = 300
-"""Of one of the last lines, in the reason of a death; the log has all of it."""
+_REASON_LINES: Final = 3
+_MAX_REASON_CHARS: Final = 300
+"""Characters of each of the last lines in the reason of a death. The log has the whole lines."""
 
 
 class EngineProcess:
@@ -67,7 +67,7 @@ class EngineProcess:
             self.close()
             raise
         assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` tells
+        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` returns then
             self._popen.stdin.write(document)
 
     @property
@@ -76,7 +76,7 @@ class EngineProcess:
 
     @property
     def exit_description(self) -> str:
-        """How it ended, in words, with the last lines it printed, as one line."""
+        """How the process ended and the last lines it printed, as one line of text."""
         code = self._popen.poll()
         if code is None:
             how = "the engine process is still running"
@@ -84,13 +84,13 @@ class EngineProcess:
             how = f"the engine process was ended by {_signal_name(-code)}"
         else:
             how = f"the engine process ended with exit code {code}"
-        said = [line.strip()[:_MAX_TOLD_CHARS] for line in self._last_lines if line.strip()][-_TOLD_LINES:]
+        said = [line.strip()[:_MAX_REASON_CHARS] for line in self._last_lines if line.strip()][-_REASON_LINES:]
         if not said:
             return how
         return f"{how}; its last {'line was' if len(said) == 1 else 'lines were'}: {' | '.join(said)}"
 
     async def wait_exit(self) -> None:
-        """Wait until the process is gone. Cancellation: safe; the process goes on."""
+        """Wait until the process is gone. Cancellation: safe; the process keeps running."""
         while self._popen.poll() is None:
             await trio.lowlevel.wait_readable(self._pidfd)
 
@@ -119,12 +119,12 @@ class EngineProcess:
             self._last_lines.append(text)
             if sys.stderr is None:  # closed before we were started; print() would take standard output instead
                 continue
-            # Whoever reads our standard error may be gone; the engine must not block on a pipe that nobody empties.
+            # The reader of our standard error may be gone, and the engine must not block on a full pipe.
             with contextlib.suppress(OSError, ValueError):
                 print(f"[engine {self._index}] {text}", file=sys.stderr, flush=True)
 
     def order_stop(self) -> None:
-        """Close the pipe, which tells the engine to go. Idempotent."""
+        """Close the pipe, at whose end the engine stops. Idempotent."""
         assert self._popen.stdin is not None
         self._popen.stdin.close()
 
@@ -133,7 +133,7 @@ class EngineProcess:
         self._popen.kill()
 
     async def stop(self, *, grace_s: float) -> None:
-        """Order it to go, wait up to `grace_s`, kill it if it is still there, and let go of its descriptors.
+        """Order it to stop, wait up to `grace_s`, kill it if it still runs, and close its descriptors.
 
         Cancellation: shielded for `grace_s` plus the time a kill takes, so that no engine stays behind.
         """
@@ -146,7 +146,7 @@ class EngineProcess:
         self.close()
 
     def close(self) -> None:
-        """Let go of the descriptors. The process must be gone, or be let go of. Idempotent."""
+        """Close the descriptors. The process must be gone, or is abandoned. Idempotent."""
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1

@@ -70,8 +70,7 @@ class EngineSockets:
         return self._address("out")
 
     def remove_folder(self) -> None:
-        """For when both ends are connected: connections outlive the files that led to them, and without files nothing
-        can stay behind."""
+        """Remove the folder early. Connected ends do not need it, and without it nothing can stay behind."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def close(self) -> None:

@@ -24,11 +24,11 @@ __all__ = ["OneEngineClient"]
 logger = logging.getLogger(__name__)
 
 _TAIL_S: Final = 0.2
-"""How long nothing must arrive after the engine's end until its last message counts as taken."""
+"""Seconds without a message after the engine's end, until its last message counts as taken."""
 _LAST_WORDS_S: Final = 2.0
-"""From the message that the engine failed to its end; a device that hangs may keep it from ending by itself."""
+"""Seconds from the message that the engine failed until it is killed: a device that hangs may keep it from ending."""
 _STOP_GRACE_S: Final = 2.0
-"""How long an engine that was told to go may take until it is killed."""
+"""Seconds that a stopping engine may take until it is killed."""
 
 
 class OneEngineClient:
@@ -37,7 +37,7 @@ class OneEngineClient:
     Args:
         config: what the engine runs.
         epoch: count of this incarnation of the engine, from 1. It is not started again: see `RestartingClient`.
-        engine_index: of the engine among those of this front end.
+        engine_index: number of the engine among those of this front end, from 0.
         command: the program that is the engine, and its arguments.
 
     Raises:
@@ -101,7 +101,7 @@ class OneEngineClient:
                     await process.wait_exit()
                     self._is_exited = True
                     self._sockets.from_engine.interrupt()
-                    # The tasks go on: what the engine printed last is still in the pipe.
+                    # The tasks still run: what the engine printed last is still in the pipe.
             finally:
                 await process.stop(grace_s=_STOP_GRACE_S)
         finally:
@@ -126,7 +126,7 @@ class OneEngineClient:
             self._process.kill()
 
     async def _receive_tail(self) -> list[bytes]:
-        """What the engine sent before it ended, as long as something comes.
+        """The messages that the engine sent before it ended.
 
         Raises:
             EngineDeadError: all of it was taken.
@@ -147,7 +147,7 @@ class OneEngineClient:
             try:
                 message = decode_from_engine(frame)
             except CodecError as error:
-                # On this side a token may be missing: nothing that follows can be trusted.
+                # A token may be missing: no message that follows can be trusted.
                 self._is_garbled = True
                 self.kill(f"the engine sent a {error}")
                 break
@@ -166,7 +166,6 @@ class OneEngineClient:
         self._process.kill()
 
     async def _remove_folder_when_connected(self) -> None:
-        """Connections outlive the files that led to them; without files nothing can stay behind, however we end."""
         await self._has_input_peer.wait()
         await self._has_output_peer.wait()
         self._sockets.remove_folder()
@@ -183,5 +182,5 @@ class OneEngineClient:
                 except zmq.ZMQError as error:
                     if error.errno != errno.EHOSTUNREACH:
                         raise
-                    # It is gone; `wait_exit` says so to everybody.
+                    # The engine is gone. `run` notices, and `receive` reports it.
                     logger.debug("a message to the engine was not sent: it is gone")

@@ -11,7 +11,7 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """A queue that keeps order and puts aborts that follow each other into one message."""
+    """A queue that keeps the order, and merges aborts that follow each other into one message."""
 
     def __init__(self) -> None:
         self._frames: list[bytes] = []
@@ -24,7 +24,7 @@ class Outbox:
         Raises:
             CodecError: the message has no form on the wire. Nothing was queued.
         """
-        # Encoded now, an abort too, so that the one who asks gets the error.
+        # Aborts are encoded here, too, so that the caller gets the error.
         frame = encode(message)
         if isinstance(message, Abort):
             self._aborted_ids.extend(message.request_ids)

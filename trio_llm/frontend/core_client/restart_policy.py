@@ -22,14 +22,14 @@ class RestartPolicy:
     def __init__(self, max_restarts: int) -> None:
         self._max_restarts = max_restarts
         self._restarts_s: deque[float] = deque()
-        """When the ones were planned that still count."""
+        """Times of the restarts within the window."""
 
     @property
     def max_restarts(self) -> int:
         return self._max_restarts
 
     def next_delay_s(self, now_s: float) -> float | None:
-        """The engine has died: seconds until it is to be started again, or None if it is not."""
+        """Seconds until an engine that has died now is started again; None: it is not."""
         while self._restarts_s and now_s - self._restarts_s[0] >= WINDOW_S:
             self._restarts_s.popleft()
         if len(self._restarts_s) >= self._max_restarts:

@@ -1,6 +1,6 @@
-"""RestartingClient: a core client for one incarnation of an engine after the other.
+"""RestartingClient: a core client that starts another incarnation of an engine when one dies.
 
-Starts engines; what the requests of a dead one need is sent to the next by `RequestRegistry`. Used by `open_llm`.
+The registry of requests sends the unfinished ones to the next incarnation. Used by `open_llm`.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class RestartingClient:
         self._epoch = 1
         self._client = make(self._epoch)
         self._life = trio.CancelScope()
-        """Of the incarnation."""
+        """The life of the present incarnation."""
         self._was_ready = False
-        """Any of them."""
+        """Whether any incarnation was ready."""
         self._is_last = False
-        """No other one is to follow."""
+        """No other incarnation may follow."""
         self._delay_s = 0.0
         self._is_lost = trio.Event()
         self._is_started = trio.Event()
@@ -62,7 +62,7 @@ class RestartingClient:
                 except EngineStartupError:
                     if self._epoch == 1:
                         raise
-                    # `receive` hears of it, too, and decides.
+                    # `receive` gets the error, too, and decides.
             await self._is_lost.wait()
             await trio.sleep(self._delay_s)
             self._epoch += 1
@@ -78,8 +78,7 @@ class RestartingClient:
         self._client.send_nowait(message)
 
     async def receive(self) -> Sequence[FromEngine | EngineLost]:
-        """As `CoreClient.receive`; a death that another incarnation follows is a message of its own, the last of that
-        epoch."""
+        """As `CoreClient.receive`. A death is the message `EngineLost` if another incarnation follows."""
         if not self._is_started.is_set():
             await self._is_started.wait()
         try:
@@ -112,7 +111,7 @@ class RestartingClient:
 
 
 class _NeverStarted:
-    """The client of an incarnation that could not be made: dead from the start."""
+    """The client of an incarnation that could not be started: dead from the beginning."""
 
     def __init__(self, reason: str) -> None:
         self._reason = reason
