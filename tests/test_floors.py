@@ -119,7 +119,7 @@ def load_package() -> list[Module]:
 
 Complaints = Iterator[str]
 _FLOORS: Final = {
-    **dict.fromkeys(("errors", "config", "quoting", "sampling", "pooling", "outputs", "version"), 0),
+    **dict.fromkeys(("errors", "config", "quoting", "sampling", "bans", "pooling", "outputs", "version"), 0),
     "wire": 1,
     **dict.fromkeys(("frontend", "engine"), 2),
     **dict.fromkeys(("client", "testing", "cli"), 3),

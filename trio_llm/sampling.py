@@ -101,7 +101,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, array_like=True,
     that seed gets. With temperature 0 all are equal and computed once. The engine knows 1 only."""
     allowed_token_ids: tuple[int, ...] | None = None
     """Only these tokens are sampled, 1 to 1024 of them; None: all. Ends of the answer that are not among them never
-    come, other than by `max_tokens`. A request that other parameters leave no token ends with an error."""
+    come, other than by `max_tokens`. A request is refused if other parameters leave none of them."""
     bad_words: tuple[str, ...] = ()
     """Words that do not come in the answer, at most 128: neither their tokens nor those of the word after a space. The
     same text made of other tokens may come. A word that the prompt has begun cannot be completed either."""

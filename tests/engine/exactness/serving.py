@@ -1,4 +1,4 @@
-"""A core driven through the wire's codec, for tests that compare answers: what came of each request, and at what cost.
+"""An engine core driven through the wire's codec, for tests that compare answers and count computed tokens.
 
 Invariants of the scheduler are asserted after every step.
 """
@@ -29,23 +29,24 @@ from trio_llm.wire.messages import (
 
 MAX_STEPS = 20_000
 NEAR_TIE = 1e-3
-"""Nats between the two likeliest tokens, below which other sums of the same float32 numbers may choose the other."""
+"""Nats between the two likeliest tokens. Below this, adding the same float32 numbers in another order may change which
+one wins."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """All that came for one request."""
+    """Everything that the engine sent for one request."""
 
     start: int = 0
     """Tokens that were given with the request."""
     token_ids: list[int] = field(default_factory=list)
     ends: list[tuple[str, int | None]] = field(default_factory=list)
-    """Finish and stop reasons: one, or of a session one an answer."""
+    """Finish and stop reasons: one, or for a session one per answer."""
     logprobs: list[LogprobRow] = field(default_factory=list)
     prompt_logprobs: list[LogprobRow] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_prompt_tokens: int = 0
-    """Computed, while nothing else ran: of meaning for requests that come one after the other."""
+    """Prompt tokens computed, counted only by `serve_alone`."""
     error: str | None = None
     pooled: bytes | None = None
 
@@ -65,7 +66,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A request, and if it is a session what it goes on with."""
+    """A request, and the later inputs if it is a session."""
 
     request: EngineCoreRequest
     inputs: tuple[Continue, ...] = ()
@@ -103,7 +104,7 @@ class Serving:
         return (stats.num_running, stats.num_waiting, stats.num_free_blocks) == (0, 0, stats.num_blocks)
 
     def send(self, message: ToEngine) -> None:
-        """As it comes out of the codec."""
+        """Give the engine a message, through the codec."""
         self.core.handle(decode_to_engine(encode(message)))
 
     def add(self, case: Case) -> None:
@@ -113,7 +114,7 @@ class Serving:
         self.send(request)
 
     def abort(self, request_ids: list[str]) -> None:
-        """At any moment; then run to the end of all others."""
+        """Abort requests, and run the others to their end."""
         self.send(Abort(request_ids))
         self.run()
 
@@ -157,7 +158,7 @@ class Serving:
         answer = self.answers[case.request.request_id]
         while self.core.is_busy:
             outputs = self.step()
-            # A step without rows sends nothing, but its count is to be had.
+            # A step without rows sends nothing, but counts its tokens.
             stats = self.core.stats if outputs is None else outputs.stats
             assert stats is not None
             answer.num_prompt_tokens += stats.num_prompt_tokens
@@ -165,7 +166,7 @@ class Serving:
 
 
 def alone(executor: Executor, cases: Sequence[Case], **settings: Any) -> list[Answer]:
-    """What each case gets in an engine of its own, without a cache and with nothing launched ahead: the reference."""
+    """The reference: what each case gets in an engine of its own, without prefix cache and run-ahead."""
     settings = {"enable_prefix_caching": False, "run_ahead": 0} | settings
     return [Serving(executor, **settings).serve_alone(case) for case in cases]
 
@@ -192,7 +193,7 @@ def assert_same(got: Sequence[Answer], reference: Sequence[Answer], cases: Seque
 
 
 def assert_close(got: list[LogprobRow], expected: list[LogprobRow], name: str) -> None:
-    """Of the tokens themselves; alternatives that are equal but for rounding may change places."""
+    """Compare the log-probabilities of the tokens themselves; alternatives that are nearly equal may change places."""
     assert len(got) == len(expected), name
     for one, other in zip(got, expected, strict=True):
         assert one.token_ids[0] == other.token_ids[0], name

@@ -61,7 +61,7 @@ def executor(model: Model) -> TorchExecutor:
 
 @pytest.fixture(scope="module")
 def cases(model_dir: Path) -> list[Case]:
-    """Greedy ones, with what tells a near tie; and the four choices for the story, each as a request of its own."""
+    """Greedy ones, with log-probabilities that show near ties; four choices for the story, each as its own request."""
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     story, bread, primes = (
         tokenizer.encode(text).ids for text in (STORY, "To bake bread you need", "A list of primes: 2, 3, 5,")

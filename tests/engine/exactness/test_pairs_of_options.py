@@ -43,14 +43,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "salt": {"cache_salt": "a"},
     "priority": {"priority": -1},
 }
-"""Of the sampler, and those of a request that change how it is scheduled."""
+"""Options of the sampler, and options of a request that change how it is scheduled."""
 
 EXCLUDED = {("prompt_logprobs", "session")}
 """Refused, see `test_core.py`."""
 
 
 def fields_of(names: tuple[str, ...]) -> dict[str, Any]:
-    """Of the same field, that of the first name counts."""
+    """Fields of all these options; if two set the same field, the first one's value counts."""
     fields: dict[str, Any] = {}
     for name in names:
         fields = OPTIONS[name] | fields
@@ -93,7 +93,7 @@ def reference(executor: TorchExecutor) -> list[Answer]:
 
 
 def test_an_option_changes_what_some_requests_get_or_how(executor: TorchExecutor) -> None:
-    """Otherwise the matrix would show nothing of it."""
+    """An option that changes nothing here would prove nothing."""
 
     def tokens_with(**fields: Any) -> list[list[int]]:
         cases = [

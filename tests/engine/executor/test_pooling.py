@@ -73,7 +73,7 @@ def expected_logits(folder: Path, prompts: list[list[int]]) -> torch.Tensor:
     oracle = AutoModelForSequenceClassification.from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    # Padding is told by id there: prompts whose last token is that one would be read wrongly by the oracle.
+    # The oracle finds padding by its id: it would misread prompts whose last token has that id.
     oracle.config.pad_token_id = None
     return torch.cat([oracle(torch.tensor([prompt])).logits for prompt in prompts])
 
@@ -274,7 +274,7 @@ def test_the_last_token_is_read_whatever_its_id(classifier: TorchExecutor, class
     assert torch.allclose(pooled(classifier, [prompt], CLASSIFY), expected, **CLOSE)
 
 
-def test_each_kind_of_model_tells_its_tasks_and_refuses_the_others(
+def test_each_kind_of_model_has_its_tasks_and_refuses_the_others(
     classifier: TorchExecutor, executor: TorchExecutor
 ) -> None:
     assert classifier.info.tasks == ("embed", "classify")

@@ -281,7 +281,7 @@ def test_a_chunk_that_does_not_reach_the_last_token_samples_nothing(executor: To
     assert executor.execute(StepPlan((ScheduledChunk(sequence, 0, 6, samples=False),))).sampled == ()
 
 
-def test_info_tells_what_was_loaded(executor: TorchExecutor, llama_dir: Path) -> None:
+def test_info_describes_what_was_loaded(executor: TorchExecutor, llama_dir: Path) -> None:
     info = executor.info
 
     assert (info.model_dir, info.device, info.dtype) == (str(llama_dir), "cpu", "float32")
@@ -298,11 +298,11 @@ def test_every_end_token_of_both_configurations_counts(tmp_path: Path) -> None:
     assert load(folder).info.eos_token_ids == (2, 5, 7)
 
 
-def test_progress_is_told_in_order_and_reaches_its_totals(llama_dir: Path) -> None:
+def test_progress_comes_in_order_and_reaches_its_totals(llama_dir: Path) -> None:
     heard: list[tuple[str, int, int]] = []
 
     load_torch(
-        EngineConfig(model=str(llama_dir), device="cpu", num_gpu_blocks_override=8), lambda *told: heard.append(told)
+        EngineConfig(model=str(llama_dir), device="cpu", num_gpu_blocks_override=8), lambda *call: heard.append(call)
     )
 
     assert [phase for phase, done, total in heard if done == total] == ["load", "warm-up"]

@@ -1,4 +1,4 @@
-"""One conversion, however many want it, and never half of one."""
+"""A conversion happens once, also if several processes want it, and never by half."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WAIT_S = 30.0
 
 
 class FakeConverter:
-    """Writes one file; waits in between if it is told to."""
+    """Writes two files; with a gate it waits between them."""
 
     def __init__(self, gate: threading.Event | None = None) -> None:
         self.count = 0
@@ -52,7 +52,7 @@ def test_of_two_at_once_one_converts_and_the_other_waits_and_uses_its_result(tmp
     winner, loser = FakeConverter(gate), FakeConverter()
     waiting = threading.Event()
     first = threading.Thread(target=lambda: convert_once(target, winner, progress=ignore))
-    second = threading.Thread(target=lambda: convert_once(target, loser, progress=lambda *told: waiting.set()))
+    second = threading.Thread(target=lambda: convert_once(target, loser, progress=lambda *call: waiting.set()))
 
     first.start()
     assert winner.started.wait(WAIT_S)
@@ -94,7 +94,7 @@ def convert(partial):
     print("converting", flush=True)
     sys.stdin.read()
 
-convert_once(Path(sys.argv[1]), convert, progress=lambda *told: None)
+convert_once(Path(sys.argv[1]), convert, progress=lambda *call: None)
 """
 
 

@@ -90,7 +90,7 @@ def test_a_converted_llama_is_a_model_that_loads_with_its_own_end_token_and_temp
     target.mkdir()
     heard: list[tuple[str, int, int]] = []
 
-    convert_gguf(source, target, lambda *told: heard.append(told))
+    convert_gguf(source, target, lambda *call: heard.append(call))
 
     assert load(target, num_gpu_blocks_override=4).info.eos_token_ids == (2,)
     assert json.loads((target / "generation_config.json").read_text())["eos_token_id"] == 2
@@ -102,7 +102,7 @@ def test_a_converted_llama_is_a_model_that_loads_with_its_own_end_token_and_temp
 
 def test_smollm2_gets_the_sampling_that_its_makers_recommend(tmp_path: Path) -> None:
     source = write_gguf(tmp_path / "f.gguf", llama_metadata() | {"general.basename": "smollm2"}, llama_tensors())
-    convert_gguf(source, tmp_path, lambda *told: None)
+    convert_gguf(source, tmp_path, lambda *call: None)
 
     assert load(tmp_path, num_gpu_blocks_override=4).info.sampling_defaults == {"temperature": 0.2, "top_p": 0.9}
 
@@ -111,7 +111,7 @@ def test_converted_query_rows_are_put_back_from_pairs_to_halves(tmp_path: Path) 
     tensors = llama_tensors()
     rows = np.repeat(np.arange(HIDDEN, dtype=np.float32)[:, None], HIDDEN, axis=1)
     tensors["blk.0.attn_q.weight"] = rows
-    convert_gguf(write_gguf(tmp_path / "f.gguf", llama_metadata(), tensors), tmp_path, lambda *told: None)
+    convert_gguf(write_gguf(tmp_path / "f.gguf", llama_metadata(), tensors), tmp_path, lambda *call: None)
 
     found = load_file(tmp_path / "model.safetensors")["model.layers.0.self_attn.q_proj.weight"]
 
@@ -121,7 +121,7 @@ def test_converted_query_rows_are_put_back_from_pairs_to_halves(tmp_path: Path) 
 
 
 def test_the_converted_tokenizer_merges_splits_digits_and_knows_its_special_tokens(tmp_path: Path) -> None:
-    convert_gguf(write_gguf(tmp_path / "f.gguf", llama_metadata(), llama_tensors()), tmp_path, lambda *told: None)
+    convert_gguf(write_gguf(tmp_path / "f.gguf", llama_metadata(), llama_tensors()), tmp_path, lambda *call: None)
     tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
 
     assert tokenizer.encode("<|im_start|>abc a 12").tokens == ["<|im_start|>", "ab", "c", "Ġa", "Ġ", "1", "2"]
@@ -140,7 +140,7 @@ def test_a_file_of_another_kind_is_refused_by_name(changes: dict[str, Any], hint
     source = write_gguf(tmp_path / "f.gguf", llama_metadata() | changes, llama_tensors())
 
     with pytest.raises(EngineStartupError, match=hint):
-        convert_gguf(source, tmp_path, lambda *told: None)
+        convert_gguf(source, tmp_path, lambda *call: None)
 
 
 @pytest.mark.parametrize("kept", [0.0, 0.1, 0.5, 0.99])
@@ -149,7 +149,7 @@ def test_a_file_that_is_cut_off_is_refused(kept: float, tmp_path: Path) -> None:
     cut = write(tmp_path / "cut.gguf", whole[: int(len(whole) * kept)])
 
     with pytest.raises(EngineStartupError, match=r"cut\.gguf"):
-        convert_gguf(cut, tmp_path, lambda *told: None)
+        convert_gguf(cut, tmp_path, lambda *call: None)
 
 
 def test_a_file_that_lacks_what_is_needed_is_refused(tmp_path: Path) -> None:
@@ -157,7 +157,7 @@ def test_a_file_that_lacks_what_is_needed_is_refused(tmp_path: Path) -> None:
     del metadata["tokenizer.ggml.eos_token_id"]
 
     with pytest.raises(EngineStartupError, match="eos_token_id"):
-        convert_gguf(write_gguf(tmp_path / "f", metadata, llama_tensors()), tmp_path, lambda *told: None)
+        convert_gguf(write_gguf(tmp_path / "f", metadata, llama_tensors()), tmp_path, lambda *call: None)
 
 
 def test_the_key_of_a_conversion_changes_with_the_file_and_with_nothing_else(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_given_number_of_blocks_is_kept_as_it_is() -> None:
     assert plan(num_gpu_blocks_override=1000) == CachePlan(1000, 256)
 
 
-def test_given_memory_becomes_whole_blocks_less_the_one_that_belongs_to_nobody() -> None:
+def test_given_memory_becomes_whole_blocks_one_of_which_is_the_trash_block() -> None:
     assert plan(kv_cache_memory_bytes=20 * BLOCK_BYTES + 1) == CachePlan(19, 256)
 
 
@@ -105,7 +105,7 @@ def test_a_length_beyond_what_the_model_was_trained_for_is_refused() -> None:
         plan(max_model_len=257, num_gpu_blocks_override=100)
 
 
-def test_a_model_that_does_not_tell_its_length_needs_one_given() -> None:
+def test_a_model_without_a_known_length_needs_one_given() -> None:
     assert plan(trained_len=None, max_model_len=64, num_gpu_blocks_override=9) == CachePlan(9, 64)
     with pytest.raises(EngineStartupError, match="--max-model-len"):
         plan(trained_len=None, num_gpu_blocks_override=9)

@@ -1,4 +1,4 @@
-"""The pooler: a vector follows from its own sequence alone, however it is cut into chunks and whoever is beside it."""
+"""The pooler: a vector follows from its own sequence alone, not from its chunks or the sequences beside it."""
 
 from __future__ import annotations
 

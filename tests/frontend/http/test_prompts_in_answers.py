@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.http_server import Reply, Server, open_server
 from trio_llm.frontend.requests.input_processor import MAX_PROMPT_LOGPROBS
-from trio_llm.testing.answers import LOGITS_WIDTH
+from trio_llm.testing.answers import END, LOGITS_WIDTH
 from trio_llm.testing.fake_llm import open_fake_llm
 
 TEXT = "Once é"
@@ -271,6 +271,23 @@ async def test_only_allowed_tokens_come_and_bad_words_do_not() -> None:
 
     assert allowed.json["choices"][0]["text"] == "bbbbb"
     assert "b" not in bad.json["choices"][0]["text"]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"allowed_token_ids": [END], "min_tokens": 4},
+        {"allowed_token_ids": [98], "min_tokens": 1, "stop_token_ids": [98]},
+        {"allowed_token_ids": [98], "bad_words": ["b"]},
+        {"allowed_token_ids": [98], "bad_words": ["cb"], "prompt": "abc"},
+    ],
+    ids=lambda fields: " ".join(list(fields)[1:]),
+)
+async def test_fields_that_leave_no_token_are_a_400_that_names_them(fields: dict[str, Any]) -> None:
+    reply = await complete(**fields)
+
+    assert (reply.status, reply.error["param"]) == (400, "allowed_token_ids")
+    assert all(name in reply.error["message"] for name in fields.keys() - {"prompt"})
 
 
 async def test_ids_that_the_model_does_not_have_are_a_400() -> None:

@@ -148,10 +148,26 @@ async def test_only_allowed_tokens_come() -> None:
     assert {i for item in items for i in item.outputs[0].token_ids} == {65, 110}
 
 
-async def test_parameters_that_leave_no_token_end_their_request_alone() -> None:
+@pytest.mark.parametrize("bad_words", [(), ("7",)])
+async def test_parameters_that_leave_no_token_are_refused_at_once(
+    bad_words: tuple[str, ...],
+) -> None:
     async with open_fake_llm() as fake:
+        (seven,) = fake.llm.renderer.tokenizer.encode("7", add_special_tokens=False)
+        allowed = seven if bad_words else END
+        with pytest.raises(InvalidRequestError, match="allowed_token_ids") as refused:
+            await outputs(fake.llm, PROMPT, allowed_token_ids=(allowed,), min_tokens=2, bad_words=bad_words)
+
+        assert refused.value.param == "allowed_token_ids"
+        await fake.assert_nothing_is_left()
+
+
+async def test_parameters_that_leave_no_token_later_end_their_request_alone() -> None:
+    async with open_fake_llm() as fake:
+        seven, same = fake.llm.renderer.tokenizer.encode("77", add_special_tokens=False)
+        assert seven == same
         with pytest.raises(EngineGenerateError, match="allowed_token_ids"):
-            await outputs(fake.llm, PROMPT, allowed_token_ids=(END,), min_tokens=2)
+            await outputs(fake.llm, PROMPT, allowed_token_ids=(seven,), bad_words=("77",))
 
         assert await outputs(fake.llm, PROMPT)
         await fake.assert_nothing_is_left()

@@ -18,17 +18,17 @@ from trio_llm.wire.messages import LogprobRow
 __all__ = ["PendingPromptLogprobs", "has_prompt_logprobs", "launch_prompt_logprobs"]
 
 _SLICE_BYTES: Final = 32 * 1024 * 1024
-"""Size of the float32 logits that are in memory at once; several times as much is needed for what is made of them."""
+"""Size of the float32 logits in one slice. Computing log-probabilities of them takes several times as much memory."""
 
 
 class PendingPromptLogprobs:
-    """Those of a step that was launched."""
+    """Log-probabilities of prompts that a launched step computes."""
 
     def __init__(self, slices: list[PendingLogprobs], lengths: list[int]) -> None:
         """
         Args:
-            slices: of all positions, chunk after chunk.
-            lengths: positions of each chunk.
+            slices: together all positions, chunk after chunk.
+            lengths: number of positions of each chunk.
         """
         self._slices = slices
         self._lengths = lengths
@@ -40,14 +40,14 @@ class PendingPromptLogprobs:
 
 
 def has_prompt_logprobs(plan: StepPlan) -> bool:
-    """A chunk of the plan gives log-probabilities of its prompt. They are made of the step's hidden states."""
+    """A chunk of the plan gives log-probabilities of its prompt. They are computed from the step's hidden states."""
     return any(chunk.prompt_logprob_positions for chunk in plan.chunks)
 
 
 def launch_prompt_logprobs(
     plan: StepPlan, hidden: Tensor, model: Model, *, first_tokens: Sequence[int]
 ) -> PendingPromptLogprobs:
-    """Begin to make them, for all chunks together: the head reads its weights once per slice.
+    """Begin to compute them, for all chunks together: the head reads its weights once per slice.
 
     Args:
         hidden: [T, H].

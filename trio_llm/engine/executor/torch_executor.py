@@ -202,7 +202,8 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
     progress("load", 0, _LOAD_STAGES)
     device = _choose_device(config.device)
     if device.type == "cpu":
-        # torch counts the machine's processors, a container may own only some of them: too many threads crawl.
+        # torch counts the machine's processors, and a container may have only some of them. With more threads than
+        # processors every step crawls.
         torch.set_num_threads(min(torch.get_num_threads(), usable_cpus()))
     model = load_model(model_dir, dtype=config.dtype, device=device)
     progress("load", 1, _LOAD_STAGES)
@@ -211,7 +212,7 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
         config,
         model.kv_shape,
         trained_len=model.trained_len,
-        free_bytes=free_memory_bytes(device) - step_bytes,
+        free_bytes=max(0, free_memory_bytes(device) - step_bytes),
         on_cpu=device.type == "cpu",
     )
     progress("load", 2, _LOAD_STAGES)
@@ -224,13 +225,15 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
 
 
 def _step_bytes(model: Model, config: EngineConfig) -> int:
-    """Device memory that steps need and the cache must leave. 0 on a CPU, where the cache takes a part of what is free
-    anyway, and a full step would make every start slower."""
+    """Device memory that a step needs and that the cache must leave free.
+
+    0 on a CPU: the cache takes less than half of what is free there, and a full step would slow down every start.
+    """
     if model.device.type != "cuda":
         return 0
     buffers = StepBuffers(model.device, max_rows=config.max_num_seqs, depth=0)
     peak = StepRunner(model, buffers).profile_peak(config.max_num_batched_tokens, config.max_num_seqs)
-    torch.cuda.empty_cache()  # or what the step has given back would count as taken
+    torch.cuda.empty_cache()  # else torch keeps what the step has freed, and it does not count as free
     return peak
 
 

@@ -1,1 +1,1 @@
-"""Finding, converting and loading models."""
+"""The Model protocol; finding, converting and loading models."""

@@ -162,7 +162,7 @@ class CausalLM:
         windows = {call.layer: call.window for call in calls}
         for layer, kind in enumerate(getattr(self._config, "layer_types", None) or ()):
             if kind == "sliding_attention" and windows[layer] is None:
-                raise self._refusal(f"layer {layer} slides a window that it does not tell the attention function")
+                raise self._refusal(f"layer {layer} slides a window that it does not pass to the attention function")
         return KVShape(num_layers, num_kv_heads, key_dim, self._module.dtype), logits.shape[-1]
 
     def _refusal(self, why: str) -> Exception:

@@ -1,4 +1,4 @@
-"""SequenceClassifier: a model with a classification head in place of one that names tokens.
+"""SequenceClassifier: a model with a classification head in place of a language model's.
 
 The generic path of `causal_lm.py`, with another head.
 """

@@ -1,7 +1,7 @@
-"""Do a costly conversion into a directory exactly once, however many processes want it at the same time.
+"""Do a costly conversion into a directory exactly once, also if several processes want it at the same time.
 
-A file lock chooses the one that works; the directory appears under its name by a rename, so what has the
-name is complete, and a killed conversion leaves only a `.partial` folder that the next one removes.
+The process that gets a file lock converts. The directory gets its name by a rename, so a directory of that name is
+complete, and a killed conversion leaves only a `.partial` folder that the next one removes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def convert_once(target: Path, convert: Callable[[Path], None], *, progress: Pro
     """Make the directory `target` unless it is there.
 
     Args:
-        convert: fills the empty directory it is given; whatever it raises leaves no `target`.
-        progress: hears of the phase convert, with an unknown total, while another process converts.
+        convert: fills the empty directory that it is given. If it raises, there is no `target`.
+        progress: called with the phase convert and an unknown total while another process converts.
     Raises:
         EngineStartupError: the cache folder cannot be written.
     """
@@ -56,10 +56,10 @@ def convert_once(target: Path, convert: Callable[[Path], None], *, progress: Pro
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: ProgressCallback) -> Iterator[None]:
-    """Hold the lock of this path. The kernel frees it when its holder ends, however that ends."""
+    """Hold the lock of this path. The kernel frees it when the process that holds it ends in any way."""
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
-        # Polled, not waited for, so that whoever watches this start sees that it is alive.
+        # Polled, so that the front end gets a message now and then and does not take this start for hung.
         while not _try_lock(descriptor):
             progress("convert", 0, 0)
             time.sleep(_POLL_S)

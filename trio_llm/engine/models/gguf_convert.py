@@ -1,8 +1,8 @@
 """Turn a Llama GGUF file with a byte-level BPE tokenizer into a directory in Hugging Face form, in bfloat16.
 
-The package `gguf` reads the file; names and order of the weights are turned round here. Done so rather than by
-transformers because that parses the file three times, searches names quadratically (half a minute against a few
-seconds), and leaves out that the tokenizer splits digits. Used once for the embedded model.
+The package `gguf` reads the file; this module renames the weights and puts their rows into transformers' order.
+transformers could convert as well, but parses the file three times, searches names quadratically (half a minute in
+place of a few seconds), and loses that the tokenizer splits digits. Used once for the embedded model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["conversion_key", "convert_gguf"]
 
 
 class GgufError(ValueError):
-    """The file is damaged, or holds something else than a plain Llama."""
+    """The file is damaged, or is not a plain Llama."""
 
 
 _FORMAT_VERSION = 2
@@ -48,7 +48,7 @@ _IN_LAYER = {
     "ffn_down.weight": "mlp.down_proj.weight",
 }
 _SMOLLM2_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
-"""What the model card of SmolLM2 recommends; GGUF files do not carry it. At temperature 1 so small a model rambles."""
+"""Recommended by the model card of SmolLM2, and not part of GGUF files. At temperature 1 so small a model rambles."""
 _CONTROL_TOKEN = 3
 """GGUF's type of tokens that are never part of a text."""
 _EXTRA_STEPS = 2
@@ -56,7 +56,7 @@ _EXTRA_STEPS = 2
 
 
 def conversion_key(source: Path) -> str:
-    """Tells results of different files, and of different versions of this module, apart: 12 hex digits."""
+    """12 hex digits, different for different files and for different versions of this module."""
     digest = hashlib.blake2b(digest_size=6)
     size = source.stat().st_size
     digest.update(f"{_FORMAT_VERSION} {size} ".encode())
@@ -71,12 +71,12 @@ def convert_gguf(source: Path, target: Path, progress: ProgressCallback) -> None
     """Fill the empty directory `target`.
 
     Args:
-        progress: hears of the phase convert after every tensor.
+        progress: called with the phase convert after every tensor.
     Raises:
-        EngineStartupError: the file is damaged, or no Llama with a byte-level BPE tokenizer.
+        EngineStartupError: the file is damaged, or is not a Llama with a byte-level BPE tokenizer.
         OSError: it cannot be read, or the result cannot be written.
     """
-    # Here, because a model in Hugging Face form must load without this package.
+    # Imported here: a model in Hugging Face form must load without this package.
     from gguf import GGUFReader, dequantize
 
     try:

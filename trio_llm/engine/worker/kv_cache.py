@@ -1,6 +1,6 @@
 """The KV cache: one tensor of blocks on the device, and how many of them there are.
 
-Used by the torch executor. Which sequence owns which block is the scheduler's business.
+Used by the torch executor and the step runner. The scheduler decides which sequence owns which block.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CPU_LIMIT_BYTES = 4 * GIB
 @dataclass(frozen=True, slots=True)
 class CachePlan:
     num_blocks: int
-    """Blocks that the scheduler may hand out: 0 to num_blocks - 1. One more exists, see `allocate_kv_cache`."""
+    """Blocks that the scheduler may hand out: 0 to num_blocks - 1. The trash block comes on top."""
     max_model_len: int
 
 
@@ -45,11 +45,11 @@ def plan_kv_cache(
 ) -> CachePlan:
     """Decide how many blocks there are and how long a sequence may become.
 
-    A length that was asked for is kept or refused. One that was not is cut to what one sequence can have.
+    A length that the configuration sets is kept or refused. The model's own is cut to what the blocks can hold.
 
     Args:
         trained_len: the length that the model was trained for, None if unknown.
-        free_bytes: free memory: the measure when the configuration names no size, the limit when it does.
+        free_bytes: memory that the cache may use. It gets a share of it, or the configured size if that fits.
     Raises:
         EngineStartupError: the cache cannot hold one sequence, or does not fit into memory; the message names flags
             and numbers.
@@ -80,7 +80,7 @@ def plan_kv_cache(
             )
         wanted_len = num_blocks * BLOCK_SIZE
     if config.num_gpu_blocks_override is None:
-        # More than every sequence at full length could ever use is of no use.
+        # Not more than all sequences at full length can use.
         num_blocks = min(num_blocks, config.max_num_seqs * -(-wanted_len // BLOCK_SIZE))
     return CachePlan(num_blocks, wanted_len)
 
@@ -88,10 +88,10 @@ def plan_kv_cache(
 def allocate_kv_cache(num_blocks: int, shape: KVShape, device: torch.device) -> Tensor:
     """The cache: [num_blocks + 1, layers, 2, kv_heads, BLOCK_SIZE, head_dim], all zeros.
 
-    The last block belongs to no sequence: rows that only warm up or pad a batch write there.
+    The last block is the trash block, which belongs to no sequence: rows that pad a batch or warm up write into it.
 
     Raises:
-        EngineStartupError: there is not so much memory.
+        EngineStartupError: there is not enough memory.
     """
     dims = (num_blocks + 1, shape.num_layers, 2, shape.num_kv_heads, BLOCK_SIZE, shape.head_dim)
     try:
@@ -107,13 +107,13 @@ def allocate_kv_cache(num_blocks: int, shape: KVShape, device: torch.device) -> 
 
 
 def _check_fits(config: EngineConfig, block_bytes: int, *, free_bytes: int) -> None:
-    """Refuse a size that was asked for and is more than there is: on a CPU it would only be missed when it is used.
+    """Refuse a configured size that is more than there is: a CPU gives the memory out and kills us when we use it.
 
     Raises:
         EngineStartupError: with the flag and the numbers.
     """
     if (blocks := config.num_gpu_blocks_override) is not None:
-        asked_bytes = (blocks + 1) * block_bytes  # the one that belongs to nobody
+        asked_bytes = (blocks + 1) * block_bytes  # with the trash block
         asked = f"--num-gpu-blocks-override {blocks} needs {asked_bytes} bytes"
         most = f"{max(0, free_bytes // block_bytes - 1)}"
     elif config.kv_cache_memory_bytes is not None:

@@ -17,7 +17,7 @@ __all__ = ["Profiler", "peak_bytes"]
 
 
 class Profiler:
-    """At most one recording at a time. A recording is kept in memory until it ends: megabytes a step."""
+    """At most one recording at a time. A recording is kept in memory until it ends: megabytes per step."""
 
     def __init__(self, *, on_cuda: bool) -> None:
         activities = [torch.profiler.ProfilerActivity.CPU]
@@ -57,7 +57,7 @@ class Profiler:
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Run something; the most memory that it held on the device at any time, beyond what was taken before."""
+    """Run something, and return the most memory that it held on the device at a time, beyond what was in use before."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -1,6 +1,6 @@
-"""What this machine, or the container around us, lets us use: memory and processors.
+"""Memory and processors that this machine, or the container around us, lets us use.
 
-Linux. Used once at start-up, to size the KV cache and the thread pool.
+Linux. Used at start-up, to size the KV cache and the thread pool.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def available_memory_bytes(*, meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) 
     )
     limit, used = _number(cgroup / "memory.max"), _number(cgroup / "memory.current")
     if limit is not None and used is not None:
-        # The page cache counts as used, but gives way.
+        # The page cache counts as used, but the kernel gives it up when memory is needed.
         free = min(free, max(0, limit - used + _inactive_file_bytes(cgroup)))
     return free
 
@@ -34,7 +34,7 @@ def usable_cpus(*, cgroup: Path = _CGROUP) -> int:
         if quota != "max":
             cpus = min(cpus, max(1, round(int(quota) / int(period))))
     except (OSError, ValueError):
-        pass  # no cgroup v2 here: the mask is all there is to know
+        pass  # no cgroup v2 here: only the mask limits us
     return cpus
 
 

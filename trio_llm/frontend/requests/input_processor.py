@@ -15,6 +15,7 @@ import msgspec
 
 from trio_llm.errors import InvalidRequestError, NotSupportedError, PromptTooLongError
 from trio_llm.frontend.requests.output.parallel_sampling import num_scorings
+from trio_llm.frontend.requests.tokens_left import check_tokens_left
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams, is_valid_text
 from trio_llm.wire.messages import NO_SAMPLING, Continue, EngineCoreRequest, ModelConfig
@@ -217,6 +218,8 @@ class InputProcessor:
         self._check_ids("allowed_token_ids", params.allowed_token_ids or ())
         self._check_ids("logit_bias", params.logit_bias)
         self._check_ids("bad_words", chain.from_iterable(bad_words))
+        eos, width = self._model.eos_token_ids, self._model.logits_width
+        check_tokens_left(params, bad_words, token_ids, eos_token_ids=eos, width=width)
         if params.prompt_logprobs is not None:
             check_num_scores("prompt_logprobs", num_tokens * num_scorings(params), params.prompt_logprobs)
         return msgspec.structs.replace(

@@ -12,7 +12,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from trio_llm.engine.sampling.logits_processors.bans import end_tokens
+from trio_llm.bans import end_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.transfer import to_device
 from trio_llm.sampling import SamplingParams
