@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import io
 import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -100,9 +99,9 @@ def run_chat(url: str, options: ChatOptions, *, question: str | None = None) -> 
 
 
 def _prepare_terminal() -> None:
-    if isinstance(sys.stdout, io.TextIOWrapper):
+    if (reconfigure := getattr(sys.stdout, "reconfigure", None)) is not None:
         # A character that the terminal does not know must not end the chat.
-        sys.stdout.reconfigure(errors="replace")
+        reconfigure(errors="replace")
     if sys.stdin.isatty():
         # Its import is its effect: `input` gets line editing and a history. Some builds of Python lack it.
         with contextlib.suppress(ImportError):

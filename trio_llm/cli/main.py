@@ -15,6 +15,7 @@ import typer
 from typer.main import get_command
 
 from trio_llm.cli import options
+from trio_llm.cli.output import checked_output
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import TrioLLMError
 from trio_llm.version import __version__
@@ -35,30 +36,28 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The console script: exits 0, 1 for what went wrong, 2 for a command line that cannot be read, 130 for Ctrl-C."""
+    """The console script. Exit codes: 0, 1 for an error, 2 for a command line that cannot be read, 130 for Ctrl-C."""
     sys.exit(run(sys.argv[1:]))
 
 
 def run(args: Sequence[str]) -> int:
     """Run the command line `args` and return the exit code. Never raises for an expected error."""
-    try:
-        code = get_command(app).main([_known_spelling(arg) for arg in args], "trio-llm", standalone_mode=False)
-    except typer.TyperException as error:
-        # What the command line's reader found; its text names the option.
-        return _fail(_plain(error.format_message()), error.exit_code)
-    except TrioLLMError as error:
-        return _fail(str(error), 1)
-    except (KeyboardInterrupt, typer.Abort):
-        return 130
-    except BrokenPipeError:
-        # `trio-llm ... | head`: nobody reads on. The interpreter's last flush must not complain either.
-        sys.stdout = None
-        return 1
+    with checked_output():
+        try:
+            code = get_command(app).main([_known_spelling(arg) for arg in args], "trio-llm", standalone_mode=False)
+            sys.stdout.flush()
+        except typer.TyperException as error:
+            # What the command line's reader found; its text names the option.
+            return _fail(_plain(error.format_message()), error.exit_code)
+        except TrioLLMError as error:
+            return _fail(str(error), 1)
+        except (KeyboardInterrupt, typer.Abort):
+            return 130
     return code if isinstance(code, int) else 0
 
 
 def _fail(message: str, code: int) -> int:
-    if message:  # empty: the help was printed, for want of a command
+    if message:  # empty if no command was given, and the help was printed
         print(f"trio-llm: {' '.join(message.split())}", file=sys.stderr)
     return code
 

@@ -14,7 +14,7 @@ from typing import Final, TextIO
 import trio
 
 from trio_llm.cli.banner import banner
-from trio_llm.cli.lenient_stream import make_output_lenient
+from trio_llm.cli.output import make_output_lenient
 from trio_llm.cli.progress import open_progress
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.frontend.async_llm import AsyncLLM

@@ -80,10 +80,14 @@ def test_nothing_else_is_removed(parent: Path, tmp_path_factory: pytest.TempPath
     (parent / "trio_llm-link").symlink_to(elsewhere)
     (parent / "trio_llm-file").touch()
     (parent / "another").mkdir()
-    others = sorted(parent.iterdir())
+    for name, files in {"models": ["config.json"], "notes": ["lock", "notes.txt"], "unlocked": ["in", "out"]}.items():
+        (parent / f"trio_llm-{name}").mkdir()
+        for file in files:
+            (parent / f"trio_llm-{name}" / file).touch()
+    others = sorted(parent.rglob("*"))
 
     assert remove_abandoned_folders(parent, now_s=time.time() + HOUR_S) == []
-    assert sorted(parent.iterdir()) == others
+    assert sorted(parent.rglob("*")) == others
     assert (elsewhere / "kept").exists()
 
 

@@ -24,6 +24,7 @@ __all__ = ["EngineSockets", "remove_abandoned_folders"]
 
 _PREFIX: Final = "trio_llm-"
 _LOCK: Final = "lock"
+_FILES: Final = {_LOCK, "in", "out"}
 _YOUNG_S: Final = 60.0
 """A folder younger than this is left alone: its owner may not have locked it yet."""
 
@@ -101,7 +102,9 @@ class EngineSockets:
 
 
 def remove_abandoned_folders(parent: Path, *, now_s: float | None = None) -> list[Path]:
-    """Remove folders of sockets whose front end is gone, and nothing else. Never fails.
+    """Remove folders of sockets whose front end is gone. Never fails.
+
+    A folder is ours if it has such a name, belongs to this user and holds our files alone. Nothing else is touched.
 
     Args:
         now_s: seconds since the epoch; None: now.
@@ -113,26 +116,32 @@ def remove_abandoned_folders(parent: Path, *, now_s: float | None = None) -> lis
     removed = []
     with suppress(OSError):
         for path in list(parent.glob(f"{_PREFIX}*")):
-            if _is_abandoned(path, now_s):
-                shutil.rmtree(path, ignore_errors=True)
-                removed.append(path)
+            with suppress(OSError):
+                if _remove_if_abandoned(path, now_s):
+                    removed.append(path)
     return removed
 
 
-def _is_abandoned(folder: Path, now_s: float) -> bool:
-    try:
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or now_s - found.st_mtime < _YOUNG_S:
-            return False
-        lock_fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return folder.is_dir()  # its front end was killed before it could lock the folder
-    except OSError:
+def _remove_if_abandoned(folder: Path, now_s: float) -> bool:
+    """
+    Raises:
+        OSError: it is not ours, or its front end lives, or it went meanwhile.
+    """
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or now_s - found.st_mtime < _YOUNG_S:
         return False
+    names = os.listdir(folder)
+    if not names:  # its front end was killed before it could lock the folder
+        folder.rmdir()
+        return True
+    if _LOCK not in names or not set(names) <= _FILES:
+        return False
+    lock_fd = os.open(folder / _LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         fcntl.flock(lock_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False  # its front end lives
+        for name in names:
+            (folder / name).unlink()
+        folder.rmdir()
     finally:
         os.close(lock_fd)
     return True
