@@ -28,6 +28,7 @@ import trio
 
 from trio_llm import AsyncLLM, EngineConfig, SamplingParams, open_llm
 from trio_llm.config import FakeEngineConfig
+from trio_llm.frontend.gc_tuning import tune_gc
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 
 LOGITS_WIDTH = 49_152
@@ -110,6 +111,7 @@ def engine(step_s: float) -> EngineConfig:
 
 async def measure_tokens(load: Load) -> dict[str, Any]:
     async with open_llm(engine(load.step_s), stat_loggers=[PrometheusStatLogger("fake")]) as llm:
+        tune_gc()  # as `trio-llm serve` does
         await run_load(llm, Load(8, 4, load.step_s), Count())
         count = Count()
         began_s, cpu_began_s = time.perf_counter(), time.process_time()

@@ -126,7 +126,7 @@ _FLOORS: Final = {
 }
 _SUB_ROOMS: Final = {
     "trio_llm.frontend": (
-        ("exception_groups", "text", "core_client", "http.server"),
+        ("exception_groups", "gc_tuning", "text", "core_client", "http.server"),
         ("rendering", "control", "requests.output"),
         ("statistics", "kv_events"),
         ("requests",),

@@ -19,6 +19,7 @@ from trio_llm.cli.progress import open_progress
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.gc_tuning import tune_gc
 from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.http.server.listeners import Listeners, open_listeners
@@ -90,6 +91,7 @@ async def serve_engine(
             nursery.start_soon(_end_in_time, stop, server.drain_timeout_s)
             urls = await nursery.start(run_http)
             await _show_start_up(llm, sys.stderr)
+            tune_gc()
             elapsed_s = llm.status.elapsed_s
             text = banner(llm.model_config, name=name, urls=urls, elapsed_s=elapsed_s, asked_len=engine.max_model_len)
             print(text, flush=True)

@@ -61,6 +61,7 @@ class OutputHandler:
                 engine.die(error)
                 recorder.flush()
                 return
+            self._slice_rows = 0
             engine.monitor.record_life()
             for message in messages:
                 outputs = engine.take(message)
@@ -90,6 +91,10 @@ class OutputHandler:
         now_s = trio.current_time()
         num_rows = self._slice_rows
         for row in rows:
+            if num_rows >= _SLICE_ROWS:  # before a row: behind the last one, the wait for a message is a schedule point
+                num_rows = 0
+                await trio.lowlevel.checkpoint()
+                processor.weight_version = weight_version  # rows of another engine may have been read meanwhile
             num_rows += 1
             request = in_flight.get(row.request_id)
             if request is None:
@@ -112,10 +117,6 @@ class OutputHandler:
                     self._deliver(request, processed, now_s)
                 if row.prompt_logprobs is not None:
                     num_rows += len(row.prompt_logprobs)  # to name a token's alternatives is work like that of a row
-            if num_rows >= _SLICE_ROWS:
-                num_rows = 0
-                await trio.lowlevel.checkpoint()
-                processor.weight_version = weight_version  # rows of another engine may have been read meanwhile
         self._slice_rows = num_rows
         if latencies_s:
             self._engine_recorder.tokens_of_message(num_tokens, latencies_s)
