@@ -15,6 +15,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from tests.support.sequences import make_sequence
 from trio_llm.engine.sampling.gumbel import gumbel_noise, mix_seeds, row_keys, token_hashes
 from trio_llm.engine.sampling.logits_processors.bans import banned_tokens
 from trio_llm.engine.sampling.sampler import Sampler
@@ -25,18 +26,20 @@ from trio_llm.sampling import SamplingParams
 Results = list[SampledToken | RowError]
 
 
-def make_sequence(
+def make_row(
     token_ids: Rows[int] = (1,),
     *,
     num_output_tokens: int = 0,
     bad_words: list[list[int]] | None = None,
     **params: Any,
 ) -> Sequence:
-    return Sequence(
-        request_id="a",
-        token_ids=list(token_ids),
-        num_prompt_tokens=len(token_ids) - num_output_tokens,
-        params=SamplingParams(**{"seed": 0, **params}),
+    """A sequence for one row of a step, with the sampling parameters given by name."""
+    num_prompt_tokens = len(token_ids) - num_output_tokens
+    return make_sequence(
+        "a",
+        token_ids[:num_prompt_tokens],
+        SamplingParams(**{"seed": 0, **params}),
+        generated=token_ids[num_prompt_tokens:],
         bad_words=bad_words or [],
     )
 

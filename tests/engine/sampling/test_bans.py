@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from transformers import NoBadWordsLogitsProcessor
 
 from tests.engine.sampling.rows import sample
+from tests.support.sequences import make_sequence
 from trio_llm.engine.sampling.logits_processors.bans import banned_tokens
-from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import RowError, SampledToken
 from trio_llm.sampling import SamplingParams
 
@@ -18,22 +18,6 @@ WIDTH = 6
 EOS = (0,)
 
 ids = st.integers(0, WIDTH - 1)
-
-
-def make_sequence(
-    token_ids: list[int],
-    *,
-    bad_words: list[list[int]] | None = None,
-    num_prompt_tokens: int = 1,
-    params: SamplingParams | None = None,
-) -> Sequence:
-    return Sequence(
-        request_id="a",
-        token_ids=token_ids,
-        num_prompt_tokens=num_prompt_tokens,
-        params=params or SamplingParams(seed=0, temperature=0),
-        bad_words=bad_words or [],
-    )
 
 
 @given(
@@ -45,11 +29,11 @@ def test_what_is_banned_is_what_transformers_bans(token_ids: list[int], bad_word
     processed = processor(torch.tensor([token_ids]), torch.zeros(1, WIDTH))
     expected = set(torch.isinf(processed[0]).nonzero().flatten().tolist())
 
-    assert banned_tokens(make_sequence(token_ids, bad_words=bad_words), EOS) == expected
+    assert banned_tokens(make_sequence("a", token_ids, bad_words=bad_words), EOS) == expected
 
 
 def test_a_word_that_the_prompt_has_begun_cannot_be_completed() -> None:
-    sequence = make_sequence([3, 4], bad_words=[[4, 5]], num_prompt_tokens=2)
+    sequence = make_sequence("a", [3, 4], bad_words=[[4, 5]])
 
     assert banned_tokens(sequence, EOS) == {5}
 
@@ -57,8 +41,8 @@ def test_a_word_that_the_prompt_has_begun_cannot_be_completed() -> None:
 def test_ends_are_banned_before_min_tokens_and_words_always() -> None:
     params = SamplingParams(seed=0, min_tokens=2, stop_token_ids=(4,))
 
-    early = make_sequence([1], bad_words=[[5]], params=params)
-    late = make_sequence([1, 2, 3], bad_words=[[5]], params=params)
+    early = make_sequence("a", [1], params, bad_words=[[5]])
+    late = make_sequence("a", [1], params, generated=[2, 3], bad_words=[[5]])
 
     assert banned_tokens(early, EOS) == {0, 4, 5}
     assert banned_tokens(late, EOS) == {5}
@@ -71,7 +55,7 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken_and_log_probabilities_are_
     rows = torch.tensor([logits])
     params = SamplingParams(seed=0, temperature=0, allowed_token_ids=tuple(allowed), logprobs=0)
 
-    (result,) = sample(rows, [make_sequence([1], params=params)], eos_token_ids=EOS)
+    (result,) = sample(rows, [make_sequence("a", [1], params)], eos_token_ids=EOS)
 
     assert isinstance(result, SampledToken)
     assert result.token_id in allowed
@@ -82,8 +66,10 @@ def test_the_likeliest_of_the_allowed_tokens_is_taken_and_log_probabilities_are_
 
 def test_a_drawn_token_is_an_allowed_one_and_the_other_rows_are_as_without_it() -> None:
     logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(1)).expand(40, -1)
-    free = [make_sequence([1] * (i + 1), params=SamplingParams(seed=i)) for i in range(40)]
-    bound = [make_sequence([1] * (i + 1), params=SamplingParams(seed=i, allowed_token_ids=(7, 9))) for i in range(40)]
+    free = [make_sequence("a", [1], SamplingParams(seed=i), generated=[1] * i) for i in range(40)]
+    bound = [
+        make_sequence("a", [1], SamplingParams(seed=i, allowed_token_ids=(7, 9)), generated=[1] * i) for i in range(40)
+    ]
 
     mixed = sample(logits, [bound[i] if i % 2 else free[i] for i in range(40)])
     alone = sample(logits, free)
@@ -98,7 +84,7 @@ def test_parameters_that_leave_no_token_are_the_error_of_their_row_alone() -> No
 
     first, second = sample(
         logits,
-        [make_sequence([1], params=params) for params in (hopeless, SamplingParams(seed=0))],
+        [make_sequence("a", [1], params) for params in (hopeless, SamplingParams(seed=0))],
         eos_token_ids=EOS,
     )
 
@@ -110,7 +96,7 @@ def test_parameters_that_leave_no_token_are_the_error_of_their_row_alone() -> No
 def test_allowed_ids_that_the_model_does_not_have_are_ignored() -> None:
     params = SamplingParams(seed=0, allowed_token_ids=(3, WIDTH, 2**31 - 1))
 
-    (result,) = sample(torch.zeros(1, WIDTH), [make_sequence([1], params=params)], eos_token_ids=EOS)
+    (result,) = sample(torch.zeros(1, WIDTH), [make_sequence("a", [1], params)], eos_token_ids=EOS)
 
     assert isinstance(result, SampledToken)
     assert result.token_id == 3

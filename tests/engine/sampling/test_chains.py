@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.sampling.rows import make_sequence, run, sample, token_of
+from tests.engine.sampling.rows import make_row, run, sample, token_of
 from trio_llm.engine.sampling.filters import FILTERS, Filter
 from trio_llm.engine.sampling.logits_processors.base import LogitsProcessor, ProcessedRow
 from trio_llm.engine.sampling.logits_processors.chain import LOGITS_PROCESSORS
@@ -77,7 +77,7 @@ def make_rows(seeds: range) -> list[Sequence]:
     """One row for each pair of options, with seeds from a range."""
     pairs = [(name,) for name in OPTIONS] + list(itertools.combinations(OPTIONS, 2))
     return [
-        make_sequence([1, 2, 3], num_output_tokens=2, **{"seed": seed, **OPTIONS[names[0]], **OPTIONS[names[-1]]})
+        make_row([1, 2, 3], num_output_tokens=2, **{"seed": seed, **OPTIONS[names[0]], **OPTIONS[names[-1]]})
         for seed, names in zip(seeds, pairs, strict=False)
     ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine.sampling.rows import expected_scores, make_sequence, sample, token_of
+from tests.engine.sampling.rows import expected_scores, make_row, sample, token_of
 from trio_llm.engine.scheduling.sequence import Sequence
 
 NUM_DRAWS = 20_000
@@ -65,7 +65,7 @@ def draw(fields: dict[str, Any]) -> tuple[Sequence, torch.Tensor]:
     # The same output behind prompts of many lengths: scores are equal, positions are not.
     prompt, output = [0, 1, 2], [3, 8, 8, 11]
     rows = [
-        make_sequence([0] * length + prompt + output, num_output_tokens=len(output), **{"seed": seed, **fields})
+        make_row([0] * length + prompt + output, num_output_tokens=len(output), **{"seed": seed, **fields})
         for length in range(NUM_DRAWS // NUM_SEEDS)
         for seed in range(NUM_SEEDS)
     ]

@@ -24,8 +24,8 @@ from tests.engine.sampling.rows import (
     Results,
     expected_scores,
     expected_token,
+    make_row,
     make_sampler,
-    make_sequence,
     noise_of,
     run,
     sample,
@@ -73,7 +73,7 @@ def make_rows(chosen: list[tuple[str, ...]] = PAIRS, *, seed: int = 0) -> list[S
         length = 2 + number % 13
         tokens = torch.randint(0, 14, (length,), generator=generator).tolist()
         rows.append(
-            make_sequence(tokens, num_output_tokens=number % min(length, 5), **{"seed": number, **settings_of(names)})
+            make_row(tokens, num_output_tokens=number % min(length, 5), **{"seed": number, **settings_of(names)})
         )
     return rows
 
@@ -99,10 +99,10 @@ def tokens_of(steps: list[Results]) -> list[list[int]]:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_an_option_changes_what_some_rows_get(name: str) -> None:
     logits = random_logits(200)
-    plain = [make_sequence([1, 2, 3, 8], num_output_tokens=2, seed=i) for i in range(200)]
+    plain = [make_row([1, 2, 3, 8], num_output_tokens=2, seed=i) for i in range(200)]
     fields = {"stop_token_ids": tuple(range(1, 120))} if name in ("min_tokens", "ignore_eos") else {}
     changed = [
-        make_sequence([1, 2, 3, 8], num_output_tokens=2, **{"seed": i, **OPTIONS[name], **fields}) for i in range(200)
+        make_row([1, 2, 3, 8], num_output_tokens=2, **{"seed": i, **OPTIONS[name], **fields}) for i in range(200)
     ]
 
     before, after = sample(logits, plain), sample(logits, changed)
@@ -164,7 +164,7 @@ def test_every_pair_of_options_gives_the_same_alone_and_in_any_order() -> None:
 
 def test_a_plain_neighbour_of_any_pair_of_options_gets_what_it_gets_alone() -> None:
     rows = make_rows()
-    neighbours = [make_sequence([1, 2], seed=i, temperature=i % 2) for i in range(len(rows))]
+    neighbours = [make_row([1, 2], seed=i, temperature=i % 2) for i in range(len(rows))]
     logits = random_logits(2 * len(rows))
     alone = sample(logits[1::2], neighbours)
 
@@ -233,8 +233,8 @@ def test_the_likeliest_of_many_tokens_is_found_wherever_it_is_and_the_first_of_e
     logits[1, place] = float("nan")
     logits[2, [place, width - 1]] = float("inf")
 
-    first, second, third = sample(logits, [make_sequence(temperature=0)] * 3)
-    (equal,) = sample(torch.where(logits[:1] == 1.0, -1.0, logits[:1]), [make_sequence(temperature=0)])
+    first, second, third = sample(logits, [make_row(temperature=0)] * 3)
+    (equal,) = sample(torch.where(logits[:1] == 1.0, -1.0, logits[:1]), [make_row(temperature=0)])
 
     assert token_of(first) == place % width
     assert isinstance(second, RowError)
@@ -279,7 +279,7 @@ def test_one_score_that_is_not_finite_fails_its_row_whatever_its_options(bad: fl
 def test_a_failed_row_has_a_token_of_the_vocabulary_on_the_device() -> None:
     logits = torch.full((3, 10), float("nan"))
     logits[1] = float("-inf")
-    rows = [make_sequence([1], top_p=0.5), make_sequence([1], temperature=0), make_sequence([1], logit_bias={1: 1.0})]
+    rows = [make_row([1], top_p=0.5), make_row([1], temperature=0), make_row([1], logit_bias={1: 1.0})]
 
     pending = make_sampler(10).launch(logits, rows, positions=[1, 1, 1], previous=torch.tensor([1, 1, 1]))
 

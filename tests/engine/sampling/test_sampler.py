@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.engine.sampling.rows import make_sampler, make_sequence, sample, token_of
+from tests.engine.sampling.rows import make_row, make_sampler, sample, token_of
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import RowError, SampledToken
 
@@ -18,7 +18,7 @@ def row(seed: int = 0, length: int = 1, banned: tuple[int, ...] = (), **params: 
     """A sequence of so many tokens, which must not get some."""
     if banned:
         params |= {"min_tokens": 1, "stop_token_ids": banned}
-    return make_sequence([1] * length, seed=seed, **params)
+    return make_row([1] * length, seed=seed, **params)
 
 
 PARAMS = st.fixed_dictionaries(
@@ -126,7 +126,7 @@ def test_min_tokens_bans_every_end_token_until_enough_were_generated(
     num_output: int, ignore_eos: bool, banned: set[int]
 ) -> None:
     logits = torch.arange(10.0).unsqueeze(0)
-    sequence = make_sequence(
+    sequence = make_row(
         [3] * (4 + num_output),
         num_output_tokens=num_output,
         temperature=0,
@@ -143,7 +143,7 @@ def test_min_tokens_bans_every_end_token_until_enough_were_generated(
 def test_min_tokens_ends_in_the_middle_of_a_batch_that_goes_on() -> None:
     logits = torch.arange(10.0).expand(2, -1)
     sampler = make_sampler(10, eos_token_ids=(9,))
-    first, second = make_sequence([1], temperature=0, min_tokens=1), make_sequence([1], temperature=0, min_tokens=3)
+    first, second = make_row([1], temperature=0, min_tokens=1), make_row([1], temperature=0, min_tokens=3)
     answers = []
 
     for _ in range(4):
@@ -158,7 +158,7 @@ def test_the_seed_and_the_position_alone_tell_the_draws_of_equal_rows_apart() ->
     logits = torch.zeros(1, 1000)
 
     def draw(seed: int, token_ids: list[int]) -> int:
-        return token_of(sample(logits, [make_sequence(token_ids, seed=seed)])[0])
+        return token_of(sample(logits, [make_row(token_ids, seed=seed)])[0])
 
     assert draw(7, [1, 2]) == draw(7, [3, 4])
     assert len({draw(7, [1, 2]), draw(8, [1, 2]), draw(7, [1, 2, 3]), draw(-(2**63), [1]), draw(2**63 - 1, [1])}) == 5

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.sampling.rows import expected_token, make_sampler, make_sequence, run, sample, token_of
+from tests.engine.sampling.rows import expected_token, make_row, make_sampler, run, sample, token_of
 from trio_llm.engine.sampling.sampler import Sampler
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 from trio_llm.sampling import SamplingParams
@@ -32,7 +32,7 @@ def logits_at(sequence: Sequence, length: int) -> Tensor:
 
 
 def make_rows() -> list[Sequence]:
-    return [make_sequence([0, 3, 1], **{"seed": i, **fields}) for i, fields in enumerate(OPTIONS)]
+    return [make_row([0, 3, 1], **{"seed": i, **fields}) for i, fields in enumerate(OPTIONS)]
 
 
 def answers(rows: list[Sequence]) -> list[list[int]]:
@@ -73,7 +73,7 @@ def test_a_sampler_that_sees_the_rows_for_the_first_time_gives_what_one_gives_th
 def test_rows_that_come_and_go_and_change_places_get_what_they_get_undisturbed() -> None:
     sampler, rows = make_sampler(WIDTH), make_rows()
     generator = torch.Generator().manual_seed(0)
-    other = make_sequence([4], seed=9, frequency_penalty=1.0)
+    other = make_row([4], seed=9, frequency_penalty=1.0)
 
     while min(map(len, answers(rows))) < 40:
         chosen = [i for i in torch.randperm(len(rows), generator=generator).tolist() if len(answers(rows)[i]) < 40]
@@ -93,7 +93,7 @@ def test_rows_that_are_preempted_and_forgotten_get_what_they_get_undisturbed() -
         assert sampler.num_states == len(rows)
         for one in rows:
             one.state = SequenceState.WAITING
-        sample(LOGITS.unsqueeze(0), [make_sequence([1], logit_bias={1: 1.0})], sampler=sampler)
+        sample(LOGITS.unsqueeze(0), [make_row([1], logit_bias={1: 1.0})], sampler=sampler)
         assert sampler.num_states == 1
         for one in rows:
             one.state = SequenceState.RUNNING
@@ -144,7 +144,7 @@ def test_a_sessions_next_input_begins_new_counts(num_new: int, num_dropped: int)
 
 def test_a_long_prompt_is_penalised_whole_and_once_each() -> None:
     prompt = list(range(WIDTH // 2)) * 40
-    sequence = make_sequence(prompt, temperature=0, repetition_penalty=2.0)
+    sequence = make_row(prompt, temperature=0, repetition_penalty=2.0)
 
     (result,) = sample(torch.full((1, WIDTH), 1.0).add_(torch.linspace(0.9, 0, WIDTH)), [sequence])
 
@@ -155,11 +155,11 @@ def test_nothing_is_kept_of_plain_rows_and_little_of_traffic() -> None:
     sampler = make_sampler(WIDTH)
     logits = LOGITS.unsqueeze(0)
     for seed in range(100):
-        sample(logits, [make_sequence([1], seed=seed, top_p=0.5, logprobs=1)], sampler=sampler)
+        sample(logits, [make_row([1], seed=seed, top_p=0.5, logprobs=1)], sampler=sampler)
     assert sampler.num_states == 0
 
     for seed in range(100):
-        sequence = make_sequence([1], seed=seed, frequency_penalty=0.5, logit_bias={1: 1.0})
+        sequence = make_row([1], seed=seed, frequency_penalty=0.5, logit_bias={1: 1.0})
         sequence.state = SequenceState.RUNNING
         sample(logits, [sequence], sampler=sampler)
         sequence.state = SequenceState.FINISHED
