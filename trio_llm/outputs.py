@@ -58,7 +58,7 @@ class RequestOutput(msgspec.Struct, gc=False):
     request_id: str
     """The caller's id, or the one that was made for the caller."""
     num_prompt_tokens: int
-    """Of a session: tokens of all its inputs so far."""
+    """For a session: tokens of all its inputs so far."""
     num_cached_tokens: int
     """Prompt tokens that the engine did not have to compute, since they were in its prefix cache when the request came;
     with several choices, once for all of them."""
@@ -70,7 +70,7 @@ class RequestOutput(msgspec.Struct, gc=False):
     """One entry a token of the prompt, None for the first: nothing comes before it. With DELTA in the first item of
     a choice alone, else in every item since they are known; None unless asked for."""
     weight_version: str = "default"
-    """Of the weights that computed the newest token: what `update_weights` said last."""
+    """The version of the weights that computed the newest token, as the last `update_weights` named it."""
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
@@ -84,7 +84,7 @@ class PoolingOutput(msgspec.Struct, frozen=True, gc=False):
     data: bytes
     """float32, little-endian, one number after the other."""
     weight_version: str = "default"
-    """Of the weights that computed it."""
+    """The version of the weights that computed it."""
 
     @property
     def values(self) -> list[float]:

@@ -19,7 +19,7 @@ class EngineLost:
     """An incarnation of the engine is dead, all it sent was taken before, and another one will be started."""
 
     epoch: int
-    """Of the dead one."""
+    """The epoch of the dead incarnation."""
     reason: str
 
 
@@ -52,7 +52,7 @@ class CoreClient(Protocol):
         ...
 
     def kill(self, reason: str, *, for_good: bool = False) -> None:
-        """End the engine now, because of a fault that it cannot know. `receive` tells it, with this reason.
+        """End the engine now, because of a fault that it cannot know. `receive` reports it, with this reason.
 
         Args:
             for_good: the next engine would have the same fault: there is to be none.

@@ -27,7 +27,7 @@ _STDERR_LINES: Final = 50
 _MAX_LINE_BYTES: Final = 4096
 _TOLD_LINES: Final = 3
 _MAX_TOLD_CHARS: Final = 300
-"""Of one of the last lines, in the reason of a death; the log has all of it."""
+"""Characters of each of the last lines in the reason of a death; the log has all of them."""
 
 
 class EngineProcess:
@@ -67,7 +67,7 @@ class EngineProcess:
             self.close()
             raise
         assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` tells
+        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` notices
             self._popen.stdin.write(document)
 
     @property
@@ -119,12 +119,12 @@ class EngineProcess:
             self._last_lines.append(text)
             if sys.stderr is None:  # closed before we were started; print() would take standard output instead
                 continue
-            # Whoever reads our standard error may be gone; the engine must not block on a pipe that nobody empties.
+            # The reader of our standard error may be gone; the engine must not block on a pipe that is not emptied.
             with contextlib.suppress(OSError, ValueError):
                 print(f"[engine {self._index}] {text}", file=sys.stderr, flush=True)
 
     def order_stop(self) -> None:
-        """Close the pipe, which tells the engine to go. Idempotent."""
+        """Close the pipe, which is the order to stop. Idempotent."""
         assert self._popen.stdin is not None
         self._popen.stdin.close()
 

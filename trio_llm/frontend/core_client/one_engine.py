@@ -28,7 +28,7 @@ _TAIL_S: Final = 0.2
 _LAST_WORDS_S: Final = 2.0
 """From the message that the engine failed to its end; a device that hangs may keep it from ending by itself."""
 _STOP_GRACE_S: Final = 2.0
-"""How long an engine that was told to go may take until it is killed."""
+"""How long an engine that was ordered to stop may take until it is killed."""
 
 
 class OneEngineClient:
@@ -183,5 +183,5 @@ class OneEngineClient:
                 except zmq.ZMQError as error:
                     if error.errno != errno.EHOSTUNREACH:
                         raise
-                    # It is gone; `wait_exit` says so to everybody.
+                    # It is gone; `wait_exit` notices.
                     logger.debug("a message to the engine was not sent: it is gone")

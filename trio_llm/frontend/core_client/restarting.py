@@ -38,7 +38,7 @@ class RestartingClient:
         self._epoch = 1
         self._client = make(self._epoch)
         self._life = trio.CancelScope()
-        """Of the incarnation."""
+        """The scope of the present incarnation's `run`."""
         self._was_ready = False
         """Any of them."""
         self._is_last = False
