@@ -14,6 +14,7 @@ Cases, one JSON object a line:
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import shlex
 import statistics
@@ -117,6 +118,7 @@ async def measure_tokens(load: Load) -> dict[str, Any]:
         began_s, cpu_began_s = time.perf_counter(), time.process_time()
         await run_load(llm, load, count)
         cpu_s, wall_s = time.process_time() - cpu_began_s, time.perf_counter() - began_s
+    gc.unfreeze()  # the next round starts as a new process would
     return {
         "streams": load.streams,
         "cpu_us_per_token": round(cpu_s / count.tokens * 1e6, 2),

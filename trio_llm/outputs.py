@@ -58,7 +58,7 @@ class RequestOutput(msgspec.Struct, gc=False):
     request_id: str
     """The caller's id, or the one that was made for the caller."""
     num_prompt_tokens: int
-    """In a session: the tokens of all its inputs so far."""
+    """For a session: tokens of all its inputs so far."""
     num_cached_tokens: int
     """Prompt tokens that were in the engine's prefix cache when the request came. Several choices count them once."""
     outputs: list[CompletionOutput]
@@ -69,7 +69,7 @@ class RequestOutput(msgspec.Struct, gc=False):
     """One entry per token of the prompt, None for the first, which no token precedes. With DELTA only in the first item
     of a choice, else in every item once they are known; None unless requested."""
     weight_version: str = "default"
-    """The version of the weights that computed the newest token, as `update_weights` set it."""
+    """The version of the weights that computed the newest token, as the last `update_weights` named it."""
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, gc=False):

@@ -1,6 +1,6 @@
-"""EngineBoot: what an engine process is told through its pipe before anything else.
+"""EngineBoot: what an engine process reads from its pipe before anything else.
 
-Pure. One length-prefixed msgpack document; the pipe then stays open, and its end tells the engine to go.
+Pure. One length-prefixed msgpack document; the pipe then stays open, and its end is the order to stop.
 """
 
 from __future__ import annotations

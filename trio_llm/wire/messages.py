@@ -3,8 +3,8 @@
 Pure. The front end and the engine share nothing else. Arrays on the wire: append fields, with defaults.
 
 Every message from an engine carries its `engine_index`, and its `epoch`, the count of its incarnation, so that what a
-dead one sent late is told apart. Every output row carries `start`, the index of its first token among those
-generated for its request, so that repeats and gaps are told apart.
+dead one sent late is recognised. Every output row carries `start`, the index of its first token among those
+generated for its request, so that repeats and gaps are recognised.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 NO_SAMPLING: Final = SamplingParams(temperature=0, seed=0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
-"""Of pooling requests, so that whoever looks at sampling parameters finds some that ask for nothing."""
+"""The sampling parameters of pooling requests: they ask for nothing."""
 
 PlainValue = None | bool | int | float | str
 """What arguments and results of utility calls are made of."""
@@ -68,7 +68,7 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     priority: int = 0
     """Lower is earlier."""
     deadline_s: float | None = None
-    """Seconds left, at sending, until nobody reads the answer; what still waits then is dropped."""
+    """Seconds left, at sending, until the reader's deadline; a request that still waits then is dropped."""
     output_token_ids: list[int] = msgspec.field(default_factory=list)
     """Tokens that an earlier incarnation generated already: the answer goes on after them."""
     bad_words_token_ids: list[list[int]] = msgspec.field(default_factory=list)
@@ -78,7 +78,7 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     cache_salt: str | None = None
     """Only requests with the same one share what is computed of their prompts."""
     num_earlier_tokens: int = 0
-    """Of a session that goes on after a restart: what was generated in answers to earlier inputs, which are part of the
+    """For a session that goes on after a restart: what was generated in answers to earlier inputs, which are part of the
     prompt. Rows count from there."""
     pooling_params: PoolingParams | None = None
     """Set: the request is for a vector, and over when its prompt is computed."""
@@ -147,7 +147,7 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed; in the first row of a request."""
     prompt_logprobs: list[LogprobRow] | None = None
-    """Of prompt tokens, if asked for, the prompt's own one in the place of the sampled. Such rows have no new tokens;
+    """Rows for prompt tokens, if asked for, the prompt's own one in the place of the sampled. Such rows have no new tokens;
     all of them come before the first row that has."""
     prompt_logprobs_start: int = 0
     """Index of the first of `prompt_logprobs` among the prompt's tokens. Index 0 has none: nothing comes before it."""
@@ -173,7 +173,7 @@ class SchedulerStats(_Message, frozen=True, gc=False):
     num_cached_tokens: int = 0
     """Prompt tokens that were found in the cache for sequences that began with this step."""
     num_cached_blocks: int = 0
-    """Of the free blocks, those whose content can be found again."""
+    """Free blocks whose content can be found again."""
 
 
 class UtilityResult(_Message, frozen=True, gc=False):
@@ -183,7 +183,7 @@ class UtilityResult(_Message, frozen=True, gc=False):
     value: PlainValue | list[PlainValue] | dict[str, PlainValue] = None
     error: str | None = None
     error_kind: Literal["failed", "invalid", "unsupported"] = "failed"
-    """Of the error: `invalid`: the caller's fault, and nothing was changed."""
+    """`invalid`: the caller's fault, and nothing was changed."""
 
 
 class BlockStored(_Message, frozen=True, gc=False, tag="stored"):
@@ -227,13 +227,13 @@ class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     kv_events: list[KVEvent] = msgspec.field(default_factory=list)
     """Since the message before, if the configuration asks for them."""
     weight_version: str = "default"
-    """Of the weights that computed all tokens in here."""
+    """The version of the weights that computed all tokens in this message."""
     engine_index: int = 0
     """Which of a front end's engines sent this."""
 
 
 class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):
-    """The loaded model: what its executor tells, and what the front end checks requests against."""
+    """The loaded model: what its executor says about it, and what the front end checks requests against."""
 
     model_dir: str
     """Directory in Hugging Face form with the tokenizer that belongs to the weights."""
@@ -250,7 +250,7 @@ class ModelConfig(_Message, frozen=True, gc=False, kw_only=True):
     tasks: tuple[str, ...]
     """What the model can do: `generate`, `embed`, `classify`, and `score`, which compares embeddings."""
     versions: dict[str, str]
-    """Of what computes: torch and others."""
+    """Versions of what computes: torch and others."""
     trained_len: int | None = None
     """Tokens that the model was trained for; `max_model_len` may be less. None: it does not say."""
     sampling_defaults: dict[str, float] = msgspec.field(default_factory=dict)
@@ -284,7 +284,7 @@ class Heartbeat(_Message, frozen=True, gc=False, tag="heartbeat"):
 
     epoch: int
     step: int = 0
-    """Of the last `EngineCoreOutputs` that was sent: whoever has not got that has lost it."""
+    """Number of the last `EngineCoreOutputs` that was sent: a front end without it has lost it."""
     num_executed: int = 0
     """Steps that were computed so far: it grows while a long prompt is, and no token comes of that."""
     engine_index: int = 0

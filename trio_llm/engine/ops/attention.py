@@ -136,7 +136,7 @@ class _RowGroup:
     """
 
     tokens: slice | Tensor
-    """Of all rows, in order: R * N indices among the step's tokens."""
+    """The tokens of all rows, in order: R * N indices among the step's tokens."""
     positions: Tensor  # int64[R, N]: position of each query in its sequence
     num_blocks: int
     """M: blocks in the longest table of the rows. Shorter ones repeat a block of their own."""

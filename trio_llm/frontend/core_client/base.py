@@ -19,7 +19,7 @@ class EngineLost:
     """An incarnation of the engine is dead. All its messages were taken before, and another one will be started."""
 
     epoch: int
-    """The dead incarnation."""
+    """The epoch of the dead incarnation."""
     reason: str
 
 
@@ -52,7 +52,7 @@ class CoreClient(Protocol):
         ...
 
     def kill(self, reason: str, *, for_good: bool = False) -> None:
-        """End the engine now, because of a fault that it cannot know. `receive` reports the end with this reason.
+        """End the engine now, because of a fault that it cannot know. `receive` reports it, with this reason.
 
         Args:
             for_good: do not start another engine: it would have the same fault.

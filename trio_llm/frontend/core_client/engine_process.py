@@ -25,9 +25,9 @@ ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "trio_llm.engine")
 
 _STDERR_LINES: Final = 50
 _MAX_LINE_BYTES: Final = 4096
-_REASON_LINES: Final = 3
-_MAX_REASON_CHARS: Final = 300
-"""Characters of each of the last lines in the reason of a death. The log has the whole lines."""
+_TOLD_LINES: Final = 3
+_MAX_TOLD_CHARS: Final = 300
+"""Characters of each of the last lines in the reason of a death; the log has all of them."""
 
 
 class EngineProcess:
@@ -67,7 +67,7 @@ class EngineProcess:
             self.close()
             raise
         assert self._popen.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` returns then
+        with contextlib.suppress(BrokenPipeError):  # it died at once: `wait_exit` notices
             self._popen.stdin.write(document)
 
     @property
@@ -119,12 +119,12 @@ class EngineProcess:
             self._last_lines.append(text)
             if sys.stderr is None:  # closed before we were started; print() would take standard output instead
                 continue
-            # The reader of our standard error may be gone, and the engine must not block on a full pipe.
+            # The reader of our standard error may be gone; the engine must not block on a pipe that is not emptied.
             with contextlib.suppress(OSError, ValueError):
                 print(f"[engine {self._index}] {text}", file=sys.stderr, flush=True)
 
     def order_stop(self) -> None:
-        """Close the pipe, at whose end the engine stops. Idempotent."""
+        """Close the pipe, which is the order to stop. Idempotent."""
         assert self._popen.stdin is not None
         self._popen.stdin.close()
 

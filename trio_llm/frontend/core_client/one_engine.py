@@ -28,7 +28,7 @@ _TAIL_S: Final = 0.2
 _LAST_WORDS_S: Final = 2.0
 """Seconds from the message that the engine failed until it is killed: a device that hangs may keep it from ending."""
 _STOP_GRACE_S: Final = 2.0
-"""Seconds that a stopping engine may take until it is killed."""
+"""How long an engine that was ordered to stop may take until it is killed."""
 
 
 class OneEngineClient:
@@ -182,5 +182,5 @@ class OneEngineClient:
                 except zmq.ZMQError as error:
                     if error.errno != errno.EHOSTUNREACH:
                         raise
-                    # The engine is gone. `run` notices, and `receive` reports it.
+                    # It is gone; `wait_exit` notices.
                     logger.debug("a message to the engine was not sent: it is gone")

@@ -38,7 +38,7 @@ class RestartingClient:
         self._epoch = 1
         self._client = make(self._epoch)
         self._life = trio.CancelScope()
-        """The life of the present incarnation."""
+        """The scope of the present incarnation's `run`."""
         self._was_ready = False
         """Whether any incarnation was ready."""
         self._is_last = False

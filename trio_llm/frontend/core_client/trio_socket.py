@@ -66,7 +66,7 @@ class TrioSocket:
             except zmq.Again:
                 has_yielded = True
                 if self._look() & _OUT:
-                    # A ROUTER is ready when any peer is, but this one's peer is not: nothing tells when it will be.
+                    # A ROUTER is ready when any peer is, but this one's peer is not: no signal comes when it is.
                     await trio.sleep(_UNREACHABLE_RETRY_S)
                 else:
                     await self._wait(_OUT)
