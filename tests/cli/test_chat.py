@@ -94,7 +94,7 @@ def test_an_answer_cannot_steer_the_terminal(
 
 
 @pytest.mark.parametrize(
-    ("answer", "shown", "told"),
+    ("answer", "shown", "reported"),
     [
         (Answer([b'{"error": {"message": "no such model"}}'], status=404), "", "no such model"),
         (Answer([b"{}"], status=500), "", "HTTP status 500"),
@@ -105,7 +105,7 @@ def test_an_answer_cannot_steer_the_terminal(
     ],
 )
 def test_a_failed_answer_is_one_line_and_exit_code_1(
-    answer: Answer, shown: str, told: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
+    answer: Answer, shown: str, reported: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     server.answers = [answer]
 
@@ -114,7 +114,7 @@ def test_a_failed_answer_is_one_line_and_exit_code_1(
     printed = capsys.readouterr()
     assert printed.out == shown
     assert printed.err.startswith("trio-llm: ")
-    assert told in printed.err
+    assert reported in printed.err
     assert printed.err.count("\n") == 1
 
 
@@ -127,7 +127,7 @@ def test_a_failed_answer_is_one_line_and_exit_code_1(
         ("a reason from the future", 0, ""),
     ],
 )
-def test_a_cut_answer_is_told_from_a_whole_one(
+def test_a_cut_answer_is_distinguished_from_a_whole_one(
     reason: str, code: int, note: str, server: ScriptedServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # The usage's chunk comes after it and has no choice.
@@ -208,7 +208,7 @@ def test_ctrl_c_ends_the_answer_and_not_the_chat(server: ScriptedServer, monkeyp
 # ---------------------------------------------------------------------------------- before a chat
 
 
-def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with running(ScriptedServer()) as server:
         url = server.url
 
@@ -218,19 +218,19 @@ def test_nobody_there_is_said_in_one_line(capsys: pytest.CaptureFixture[str]) ->
     assert error == f"trio-llm: no server answers at {url} (Connection refused); start one with `trio-llm serve`\n"
 
 
-async def test_a_loading_server_is_waited_for_and_told_of_once_a_phase(server: ScriptedServer) -> None:
+async def test_a_loading_server_is_waited_for_and_shown_once_per_phase(server: ScriptedServer) -> None:
     server.healths = [
         (503, {"status": "loading", "phase": "convert"}),
         (503, {"status": "loading", "phase": "convert"}),
         (503, {"status": "loading", "phase": "load"}),
         (200, {"status": "ready"}),
     ]
-    told = io.StringIO()
+    shown = io.StringIO()
 
     with trio.fail_after(30):
-        await wait_for_server(Address.parse(server.url), stream=told)
+        await wait_for_server(Address.parse(server.url), stream=shown)
 
-    assert told.getvalue().splitlines() == [
+    assert shown.getvalue().splitlines() == [
         "the server is loading its model (convert), please wait",
         "the server is loading its model (load), please wait",
     ]
@@ -253,7 +253,7 @@ async def test_cancelling_a_question_closes_the_connection(server: ScriptedServe
     assert await trio.to_thread.run_sync(server.left.wait, 10)
 
 
-async def test_what_does_not_speak_http_is_told_apart() -> None:
+async def test_a_server_that_does_not_speak_http_has_an_error_of_its_own() -> None:
     async def shout(stream: trio.SocketStream) -> None:
         await stream.send_all(b"SSH-2.0-OpenSSH_9.2\r\n\r\n")
 

@@ -114,16 +114,16 @@ def test_a_cache_smaller_than_the_context_holds_one_request_of_its_own_size() ->
 
 
 @pytest.mark.parametrize(
-    ("trained_len", "asked_len", "is_told"),
+    ("trained_len", "asked_len", "is_shown"),
     [(8192, None, True), (2048, None, False), (None, None, False), (8192, 2048, False)],
 )
-def test_a_context_that_was_cut_is_told_with_both_lengths(
-    trained_len: int | None, asked_len: int | None, is_told: bool
+def test_a_context_that_was_cut_is_shown_with_both_lengths(
+    trained_len: int | None, asked_len: int | None, is_shown: bool
 ) -> None:
     model = msgspec.structs.replace(MODEL, trained_len=trained_len)
 
     text = banner(model, name="tiny", urls=["http://a"], elapsed_s=0, asked_len=asked_len)
 
     [line] = [line for line in text.splitlines() if line.startswith("  context ")]
-    assert ("2048 tokens, cut from 8192: the KV cache holds no more" in line) == is_told
-    assert ("--kv-cache-memory" in line) == is_told
+    assert ("2048 tokens, cut from 8192: the KV cache holds no more" in line) == is_shown
+    assert ("--kv-cache-memory" in line) == is_shown

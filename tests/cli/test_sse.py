@@ -33,7 +33,7 @@ def test_only_one_blank_is_taken_off() -> None:
     assert parse(b"data:  indented: yes \n\n") == [" indented: yes "]
 
 
-def test_an_event_that_the_end_cuts_off_is_not_told() -> None:
+def test_an_event_that_the_end_cuts_off_is_dropped() -> None:
     assert parse(b"data: one\n\ndata: two\n") == ["one"]
 
 

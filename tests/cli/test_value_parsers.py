@@ -38,11 +38,11 @@ def test_what_is_no_whole_number_is_refused_with_its_text(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [("-1", "is negative"), ("-8k", "is negative"), ("9999999T", "too large"), (str(2**63), "too large")],
 )
-def test_a_number_out_of_range_is_told_apart_from_what_is_no_number(text: str, told: str) -> None:
-    with pytest.raises(ValueError, match=told) as refused:
+def test_a_number_out_of_range_has_another_message_than_text_that_is_no_number(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as refused:
         parse_count(text)
 
     assert repr(text) in str(refused.value)

@@ -31,7 +31,7 @@ async def test_an_answer_comes_back_as_it_was_given(answer: str) -> None:
         assert (text_of(output), output.outputs[0].finish_reason) == (answer, "stop")
 
 
-async def test_a_prompt_that_nobody_knows_gets_the_answer_for_all_others() -> None:
+async def test_an_unknown_prompt_gets_the_answer_for_all_others() -> None:
     async with open_fake_llm(answers={"Hello": "Hi"}, answer="What?") as llm:
         assert text_of(await llm.complete("Hello")) == "Hi"
         assert text_of(await llm.complete("Hello!")) == "What?"

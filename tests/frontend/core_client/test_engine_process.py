@@ -88,7 +88,7 @@ def _closed() -> io.StringIO:
 
 
 @pytest.mark.parametrize("make", [_Broken, _closed, lambda: None], ids=["broken", "closed", "none"])
-async def test_a_standard_error_that_nobody_reads_ends_nothing(
+async def test_a_standard_error_without_a_reader_ends_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], make: Callable[[], io.StringIO | None]
 ) -> None:
     monkeypatch.setattr("sys.stderr", make())
@@ -116,7 +116,7 @@ async def test_only_the_last_fifty_lines_are_kept() -> None:
         ("import os; os.write(2, b'because\\n  \\n'); os.abort()", "was ended by SIGABRT; its last line was: because"),
     ],
 )
-async def test_its_end_is_told_in_words(code: str, description: str) -> None:
+async def test_its_end_is_described_in_words(code: str, description: str) -> None:
     process = await run_to_its_end(code)
 
     assert process.exit_description == f"the engine process {description}"

@@ -33,7 +33,7 @@ while True:
 
 @pytest.fixture(autouse=True)
 def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the client makes its folder; short, and nobody else's."""
+    """Where the client makes its folder; short, and not shared."""
     folder = Path(tempfile.mkdtemp(prefix="t"))
     monkeypatch.setattr("tempfile.tempdir", str(folder))
     return folder
@@ -149,10 +149,10 @@ async def test_an_engine_that_sends_a_malformed_frame_is_given_up(garbage: bytes
 async def test_all_that_was_sent_before_the_end_is_taken_before_the_reason(end: str, reason: str) -> None:
     code = f"hello()\nfor number in range(3000): send('progress', epoch, 'x' * 200, number, 0)\nflush(); {end}"
     async with running(talker(code)) as client:
-        messages, told = await read_to_the_end(client)
+        messages, found = await read_to_the_end(client)
 
         assert [m.done for m in messages if isinstance(m, Progress)] == list(range(3000))
-        assert told == reason
+        assert found == reason
         with pytest.raises(EngineDeadError, match="the engine process"):
             await client.receive()
 
@@ -171,7 +171,7 @@ async def test_an_engine_that_hangs_after_its_last_words_is_killed(monkeypatch: 
         assert reason == "the device is lost"
 
 
-async def test_the_first_reason_of_killing_it_is_told() -> None:
+async def test_the_first_reason_of_killing_it_is_reported() -> None:
     async with running(talker("hello(); send('heartbeat', epoch)\nhang()")) as client:
         await client.receive()
         client.kill("a row was lost")
@@ -204,7 +204,7 @@ async def test_sending_to_an_engine_that_went_after_it_was_connected_does_nothin
             await client.receive()
 
 
-async def test_a_reader_that_waits_when_the_owner_stops_the_engine_is_told() -> None:
+async def test_a_reader_that_waits_when_the_owner_stops_the_engine_gets_an_error() -> None:
     ends: list[str] = []
 
     async def read(client: OneEngineClient) -> None:
@@ -271,7 +271,7 @@ async def test_its_folder_goes_when_the_engine_has_connected_and_messages_still_
         assert echo.phase == "['ack', 2]"
 
 
-async def test_a_configuration_that_cannot_be_sent_is_told_and_leaves_nothing() -> None:
+async def test_a_configuration_that_cannot_be_sent_is_reported_and_leaves_nothing() -> None:
     client = OneEngineClient(EngineConfig(fake=FakeEngineConfig(script=(2**64,))))
 
     with trio.fail_after(LIMIT_S), pytest.raises(EngineStartupError, match="configuration"):
@@ -280,7 +280,7 @@ async def test_a_configuration_that_cannot_be_sent_is_told_and_leaves_nothing() 
     assert client.pid is None
 
 
-def test_a_temporary_folder_with_too_long_a_path_is_told_and_leaves_nothing(
+def test_a_temporary_folder_with_too_long_a_path_is_reported_and_leaves_nothing(
     temporary_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     long = temporary_folder / ("x" * 120)
@@ -293,7 +293,7 @@ def test_a_temporary_folder_with_too_long_a_path_is_told_and_leaves_nothing(
     long.rmdir()  # raises if something is in it
 
 
-def test_a_temporary_folder_that_is_not_there_is_told(temporary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_temporary_folder_is_reported(temporary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(temporary_folder / "none"))
 
     with pytest.raises(EngineStartupError, match="TMPDIR"):

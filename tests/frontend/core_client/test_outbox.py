@@ -1,4 +1,4 @@
-"""Outbox: order is kept, aborts are put together, and whoever asks gets the error."""
+"""Outbox: order is kept, aborts are merged, and the caller gets the error."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_message_without_a_form_is_the_senders_error_and_is_not_queued(m
     assert await taken_from(outbox) == [Abort(["a", "b"])]
 
 
-async def test_a_message_that_was_refused_wakes_nobody(autojump_clock: MockClock) -> None:
+async def test_a_message_that_was_refused_wakes_no_task(autojump_clock: MockClock) -> None:
     outbox = Outbox()
     with pytest.raises(CodecError):
         outbox.append(a_request("x", 2**70))

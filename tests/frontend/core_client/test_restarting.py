@@ -29,7 +29,7 @@ MODEL = ModelConfig(
 
 
 class Incarnation:
-    """Says what it is told to, then dies."""
+    """Sends the given messages, then dies."""
 
     def __init__(self, messages: list[FromEngine], reason: str) -> None:
         self._messages = [messages] if messages else []
@@ -96,7 +96,7 @@ async def run(engines: Engines, max_restarts: int) -> list[FromEngine | EngineLo
     return heard
 
 
-async def test_each_death_is_told_then_the_next_engine_is_heard_until_the_limit(autojump_clock: MockClock) -> None:
+async def test_each_death_is_reported_and_the_next_engine_heard_until_the_limit(autojump_clock: MockClock) -> None:
     *heard, last = await run(Engines(), 2)
 
     assert heard == [

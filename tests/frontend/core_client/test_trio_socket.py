@@ -1,4 +1,4 @@
-"""TrioSocket over real zmq sockets: nothing lost, nothing doubled, nobody left asleep, whatever is cancelled."""
+"""TrioSocket over real zmq sockets: nothing lost, nothing doubled, no task left asleep, whatever is cancelled."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ async def test_an_operation_in_a_cancelled_task_touches_nothing(pipe: Pair) -> N
         assert [await pipe.left.recv_multipart(), await pipe.left.recv_multipart()] == [[b"a"], [b"b"]]
 
 
-async def test_closing_wakes_everybody_who_waits(pipe: Pair) -> None:
+async def test_closing_wakes_all_tasks_that_wait(pipe: Pair) -> None:
     outcomes: list[str] = []
 
     async def read() -> None:
@@ -288,7 +288,7 @@ class ScriptedSocket:
             os.eventfd_write(self.fd, 1)
 
     def _moment(self) -> set[str]:
-        """What is known now. What happens right after it is known to nobody, but signalled."""
+        """What is known now. What happens right after it is not known, but signalled."""
         with suppress(BlockingIOError):
             os.eventfd_read(self.fd)
         self._seen |= {event for event, after in self._happens.items() if after <= self._moments}
@@ -321,7 +321,7 @@ class ScriptedSocket:
 @pytest.mark.parametrize("arrives_after", range(16))
 @pytest.mark.parametrize("opens_after", range(16))
 @pytest.mark.parametrize("receives_first", [True, False])
-def test_nobody_sleeps_on_whatever_happens_between_any_two_looks(
+def test_no_task_sleeps_on_whatever_happens_between_any_two_looks(
     arrives_after: int, opens_after: int, receives_first: bool
 ) -> None:
     raw = ScriptedSocket(arrives_after=arrives_after, opens_after=opens_after)
@@ -338,7 +338,7 @@ def test_nobody_sleeps_on_whatever_happens_between_any_two_looks(
         done.append("sent")
 
     async def look_on() -> None:
-        """Until everything has happened: moments pass only when somebody looks."""
+        """Until everything has happened: moments pass only at looks."""
         while raw._moments <= max(arrives_after, opens_after):
             await wait_all_tasks_blocked()
             raw._moments += 1
@@ -355,7 +355,7 @@ def test_nobody_sleeps_on_whatever_happens_between_any_two_looks(
                 nursery.start_soon(look_on)
 
     try:
-        # A mock second: it is over as soon as nobody has anything to do.
+        # A mock second: it is over as soon as no task has anything to do.
         trio.run(main, clock=MockClock(autojump_threshold=0.02))
     finally:
         os.close(raw.fd)

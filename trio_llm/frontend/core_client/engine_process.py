@@ -25,8 +25,8 @@ ENGINE_COMMAND: Final = (sys.executable, "-P", "-m", "trio_llm.engine")
 
 _STDERR_LINES: Final = 50
 _MAX_LINE_BYTES: Final = 4096
-_TOLD_LINES: Final = 3
-_MAX_TOLD_CHARS: Final = 300
+_REASON_LINES: Final = 3
+_MAX_REASON_CHARS: Final = 300
 """Characters of each of the last lines in the reason of a death; the log has all of them."""
 
 
