@@ -78,8 +78,8 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     cache_salt: str | None = None
     """Only requests with the same one share what is computed of their prompts."""
     num_earlier_tokens: int = 0
-    """For a session that goes on after a restart: what was generated in answers to earlier inputs, which are part of the
-    prompt. Rows count from there."""
+    """For a session that goes on after a restart: the tokens of answers to earlier inputs, which are part of the prompt.
+    Rows count from there."""
     pooling_params: PoolingParams | None = None
     """Set: the request is for a vector, and over when its prompt is computed."""
 
@@ -147,8 +147,8 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed; in the first row of a request."""
     prompt_logprobs: list[LogprobRow] | None = None
-    """Rows for prompt tokens, if asked for, the prompt's own one in the place of the sampled. Such rows have no new tokens;
-    all of them come before the first row that has."""
+    """Rows for prompt tokens, if asked for, the prompt's own one in the place of the sampled. Rows with them have no new
+    tokens; all of them come before the first row that has."""
     prompt_logprobs_start: int = 0
     """Index of the first of `prompt_logprobs` among the prompt's tokens. Index 0 has none: nothing comes before it."""
     is_expired: bool = False
