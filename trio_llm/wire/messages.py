@@ -147,7 +147,7 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     num_cached_tokens: int = 0
     """Prompt tokens that were not computed; in the first row of a request."""
     prompt_logprobs: list[LogprobRow] | None = None
-    """Rows for prompt tokens, if asked for, the prompt's own one in the place of the sampled. Rows with them have no new
+    """Rows for prompt tokens, if asked for, the prompt's own one in the place of the sampled. Such rows have no new
     tokens; all of them come before the first row that has."""
     prompt_logprobs_start: int = 0
     """Index of the first of `prompt_logprobs` among the prompt's tokens. Index 0 has none: nothing comes before it."""
