@@ -226,7 +226,9 @@ def _check_bad_words(words: Any) -> tuple[str, ...]:
 def _check_allowed(ids: Any) -> tuple[int, ...]:
     checked = _check_token_ids("allowed_token_ids", ids, MAX_ALLOWED_TOKEN_IDS)
     if not checked:
-        raise InvalidRequestError("allowed_token_ids must not be empty", "allowed_token_ids")
+        raise InvalidRequestError(
+            "allowed_token_ids must not be empty; leave it out to allow all tokens", "allowed_token_ids"
+        )
     return checked
 
 

@@ -103,7 +103,7 @@ class TopFilter(Filter):
             wide, alone = wide + alone, []
         self._may_look_again = bool(alone)
         self._wide = to_device(wide, device, dtype=torch.int64) if wide else None
-        # One more than the limit tells whether others equal the last one.
+        # One more than the limit shows whether others equal the last one.
         self._wide_look = min(width, max((limits[i] for i in wide), default=0) + 1)
         narrow = [limit for limit in limits if limit <= first_look]
         self._look = min(width, max(narrow, default=0) + 1)
@@ -187,12 +187,12 @@ class TopFilter(Filter):
 
 
 FILTERS: Final[tuple[type[Filter], ...]] = (MinPFilter, TopFilter)
-"""In the order in which a row goes through them. The rows of the last one are one slice of every batch, so the most
-expensive one stands there."""
+"""The order in which they are applied to a row. The rows of the last one are one slice of every batch, so the most
+expensive filter is the last."""
 
 
 def _mass(logits: Tensor, floor: Tensor) -> Tensor:
-    """By a softmax, which sums every row the same way whatever the other rows are."""
+    """The sum over exp(logit - peak), by a softmax: it sums a row in the same way in any batch."""
     left = logits.masked_fill(logits < floor, float("-inf"))
     return torch.softmax(left, dim=1).amax(1, keepdim=True).reciprocal_()
 

@@ -1,6 +1,6 @@
-"""Layout: what a step must know of the rows of its batch, sorted, with their parameters on the device.
+"""Layout: the sorted rows of a batch, with their parameters on the device.
 
-Made when a batch changes, and good for as long as the same rows go on by one token each. Used by the sampler.
+Made when a batch changes, and used as long as each of the same rows continues by one token. Used by the sampler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Layout:
         rows: B sequences.
         positions: of the token to sample next, for each of them.
         processors: all kinds of logits processors, in the order in which they change scores.
-        filters: all kinds of filters, in the order in which a row goes through them.
+        filters: all kinds of filters, in the order in which they are applied to a row.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Layout:
     ) -> None:
         self._rows = list(rows)
         self._positions = list(positions)
-        """For the step to come."""
+        """Positions of the tokens that the next step samples."""
         self._num_prompt_tokens = list(map(_num_prompt_tokens, rows))
         applied = [[i for i, row in enumerate(self._rows) if kind.applies(row, positions[i])] for kind in processors]
         self.is_processed = [False] * len(self._rows)
@@ -74,8 +74,8 @@ class Layout:
             self._steps_left > 0
             and self._positions == positions
             and self._rows == rows
-            # Changes with a session's new input, and its parameters with it. Positions may go on as if nothing were,
-            # if as many tokens were dropped at the end of the answer as the input has.
+            # A session's new input changes it, and with it the parameters. The positions may not show that: if as many
+            # tokens were dropped at the end of the answer as the input has, they continue as before.
             and self._num_prompt_tokens == list(map(_num_prompt_tokens, rows))
         )
 

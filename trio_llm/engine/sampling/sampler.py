@@ -64,12 +64,12 @@ class PendingTokens:
 
 
 class Sampler:
-    """For one model. What it keeps between steps saves time and changes no result.
+    """Samples for one model. The state that it keeps between steps saves time and changes no result.
 
     Args:
         width: tokens in the vocabulary.
         processors: all kinds of logits processors, in the order in which they change scores.
-        filters: all kinds of filters, in the order in which a row goes through them.
+        filters: all kinds of filters, in the order in which they are applied to a row.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Sampler:
 
     @property
     def num_states(self) -> int:
-        """Sequences that something is kept of."""
+        """Sequences with state of their own."""
         return len(self._state)
 
     @property
     def num_count_rows(self) -> int:
-        """Rows of counts for penalties that memory is taken for, 4 bytes per token of the vocabulary each."""
+        """Rows in the table of counts for penalties. Each takes 4 bytes per token of the vocabulary."""
         return len(self._state.counts.table)
 
     @torch.inference_mode()

@@ -1,1 +1,1 @@
-"""What changes the scores of single rows before temperature: one module per logits processor, listed in `chain`."""
+"""Logits processors: they change the scores of single rows before temperature. `chain` lists them."""

@@ -28,9 +28,9 @@ class ProcessedRow:
     sequence: Sequence
     position: int
     index: int
-    """In the scores."""
+    """The row's place in the scores."""
     batch_index: int
-    """In the batch, and so in `previous`."""
+    """Its place in the batch, and so in `previous`."""
 
 
 class LogitsProcessor(abc.ABC):

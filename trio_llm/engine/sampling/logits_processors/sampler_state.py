@@ -25,7 +25,7 @@ class _State:
 
 
 class SamplerState:
-    """By sequence, for a model with `width` ids."""
+    """The state of each sequence, for a model with `width` ids."""
 
     def __init__(self, eos_token_ids: tuple[int, ...], *, width: int, device: torch.device) -> None:
         self.width = width

@@ -20,7 +20,7 @@ from trio_llm.sampling import SamplingParams
 __all__ = ["ANY_TOKEN", "BANNED", "TokenConstraints", "TokenValues", "Words", "make_constraints"]
 
 ANY_TOKEN: Final = -1
-"""In front of a word in `Words`: any token matches."""
+"""Padding in front of a word in `Words`. It matches any token."""
 BANNED: Final = float("-inf")
 """Added to the score of a token that must not come."""
 
@@ -40,7 +40,7 @@ class TokenConstraints:
     bias: TokenValues | None
     """logit_bias, and bad words of one token."""
     ends: TokenValues | None
-    """What min_tokens bans."""
+    """The ban of all tokens that end the answer, before min_tokens."""
     words: Words | None
     """Bad words of several tokens."""
 
@@ -48,7 +48,7 @@ class TokenConstraints:
 def make_constraints(
     sequence: Sequence, eos_token_ids: Iterable[int], *, width: int, device: torch.device
 ) -> TokenConstraints:
-    """For a model with `width` ids."""
+    """The constraints of a sequence, for a model with `width` ids."""
     params = sequence.params
     allowed = None
     if params.allowed_token_ids is not None:
