@@ -78,7 +78,7 @@ class EngineCoreRequest(_Message, frozen=True, gc=False, tag="add"):
     cache_salt: str | None = None
     """Only requests with the same one share what is computed of their prompts."""
     num_earlier_tokens: int = 0
-    """For a session that goes on after a restart: the tokens of answers to earlier inputs, which are part of the prompt.
+    """For a session that goes on after a restart: the tokens of answers to earlier inputs, part of the prompt.
     Rows count from there."""
     pooling_params: PoolingParams | None = None
     """Set: the request is for a vector, and over when its prompt is computed."""
