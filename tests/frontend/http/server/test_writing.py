@@ -209,7 +209,7 @@ async def test_clients_that_are_cut_off_because_they_do_not_read_are_logged_once
             for connection in (one, two):
                 await connection.request("POST", "/v1/chat/completions", {**CHAT, "stream": True})
             with trio.fail_after(BOUND_S):
-                while len(client.asked) < 2 or not all(asked.left.is_set() for asked in client.asked):
+                while len(client.asked) < 2 or not all(asked.left.is_set() for asked in client.asked):  # noqa: ASYNC110
                     await trio.sleep(0.005)
             await wait_descriptors(before + 2)  # the clients' own
 
