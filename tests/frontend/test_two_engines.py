@@ -132,6 +132,7 @@ async def test_one_engine_that_dies_is_recovered_while_the_other_goes_on(autojum
 
             assert llm.status.state == "ready", "the other engine takes requests"
             assert [engine.is_up for engine in llm._engines] == [False, True]
+            await llm.check_health()
 
         await llm.check_health()
         assert (await llm.complete([65], max_tokens=3, ignore_eos=True)).finished
@@ -141,6 +142,22 @@ async def test_one_engine_that_dies_is_recovered_while_the_other_goes_on(autojum
         )
 
     assert texts == await expected_texts()
+
+
+async def test_two_engines_that_are_busy_are_asked_at_the_same_time(autojump_clock: MockClock) -> None:
+    async with open_two() as (llm, _), trio.open_nursery() as nursery:
+        for number in range(2):
+            nursery.start_soon(read, llm, [65, 66 + number], {})
+        await trio.sleep(1)
+        for core in llm.cores.values():
+            core.pause()
+        began_s = trio.current_time()
+
+        await llm.check_health()
+
+        assert trio.current_time() - began_s < 1.5
+        for core in llm.cores.values():
+            core.resume()
 
 
 async def test_an_engine_that_is_gone_for_good_takes_only_its_own_requests_with_it(autojump_clock: MockClock) -> None:

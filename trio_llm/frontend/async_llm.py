@@ -35,6 +35,7 @@ from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
+from trio_llm.frontend.requests.pooling import run_in_order
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
@@ -164,8 +165,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
     async def check_health(self) -> None:
         await trio.lowlevel.checkpoint()
         self._check_ready()
-        for engine in self._engines:
-            await engine.check_health()
+        # An engine that is being started again, while others serve, is no reason to take no requests here.
+        await run_in_order(Engine.check_health, [one for one in self._engines if one.is_up] or self._engines[:1])
 
     async def check_scheduler(self) -> dict[str, int]:
         """Let the engines assert their schedulers' invariants, and return the sums of their counts.
