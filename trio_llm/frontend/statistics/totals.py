@@ -60,7 +60,8 @@ class Totals:
         self._num_prompt_tokens += iteration.num_prompt_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
         self._num_restarts += iteration.num_restarts
-        self._finished.update(request.finish_reason for request in iteration.finished)
+        if iteration.finished:  # a batch of tokens usually ends no request
+            self._finished.update(request.finish_reason for request in iteration.finished)
 
     def record_rejection(self, reason: str) -> None:
         """Add one request that was refused."""
