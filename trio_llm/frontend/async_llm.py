@@ -23,7 +23,7 @@ from trio_llm.errors import (
     NotSupportedError,
 )
 from trio_llm.frontend.control.calls import ControlCalls
-from trio_llm.frontend.control.engine import Engine
+from trio_llm.frontend.control.engine import Engine, find_alive
 from trio_llm.frontend.control.engine_control import EngineControl
 from trio_llm.frontend.control.status import EngineStatus, pick_best
 from trio_llm.frontend.core_client.base import CoreClient
@@ -35,7 +35,6 @@ from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
-from trio_llm.frontend.requests.pooling import run_in_order
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
@@ -102,7 +101,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     def _get_model(self) -> LoadedModel:
         if self._model is None:
-            raise self._engines[0].monitor.not_ready()
+            raise find_alive(self._engines)[0].monitor.not_ready()
         return self._model
 
     # -------------------------------------------------------------------------------------- requests
@@ -165,8 +164,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
     async def check_health(self) -> None:
         await trio.lowlevel.checkpoint()
         self._check_ready()
-        # An engine that is being started again, while others serve, is no reason to take no requests here.
-        await run_in_order(Engine.check_health, [one for one in self._engines if one.is_up] or self._engines[:1])
+        await self._control.check_health()
 
     async def check_scheduler(self) -> dict[str, int]:
         """Let the engines assert their schedulers' invariants, and return the sums of their counts.
@@ -187,7 +185,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         return sums
 
     def statistics(self) -> EngineStatistics:
-        num_blocks = sum(engine.model.num_blocks for engine in self._engines if engine.model is not None)
+        num_blocks = [0 if engine.model is None else engine.model.num_blocks for engine in self._engines]
         return self._totals.snapshot(self.status.state, num_blocks=num_blocks)
 
     def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
@@ -200,7 +198,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     def _check_ready(self) -> None:
         if self.dead_error is not None or self._model is None:
-            raise self._engines[0].monitor.not_ready()
+            raise find_alive(self._engines)[0].monitor.not_ready()
 
     # ----------------------------------------------------------------------------------------- tasks
 
