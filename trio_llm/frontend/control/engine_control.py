@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +23,13 @@ from trio_llm.frontend.control.state import ControlState
 from trio_llm.frontend.run_in_order import run_in_order
 from trio_llm.wire.messages import PlainValue
 
-__all__ = ["EngineControl"]
+__all__ = ["Answer", "EngineControl", "MakeCall"]
 
 logger = logging.getLogger(__name__)
 
-_Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
+Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
+MakeCall = Callable[[str, tuple[PlainValue, ...]], Awaitable[list[Answer]]]
+"""Makes one control call, of a method with arguments, on all engines, and keeps the states that they are in then."""
 
 _CHANGES_STATE: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights"})
 """Methods that answer with the state that they leave."""
@@ -46,7 +48,7 @@ class _Job:
     num_callers: int = 0
     has_begun: bool = False
     done: trio.Event = field(default_factory=trio.Event)
-    answers: list[_Answer] = field(default_factory=list)
+    answers: list[Answer] = field(default_factory=list)
     """One per engine that is not dead for good."""
     error: TrioLLMError | None = None
 
@@ -58,11 +60,15 @@ class EngineControl:
     Args:
         engines: at least one.
         check_ready: raises what stands against any call, such as a model that is still loading.
+        make_call: makes each call, in place of this process. Raises as `call`.
     """
 
-    def __init__(self, engines: Sequence[Engine], check_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], check_ready: Callable[[], None], *, make_call: MakeCall | None = None
+    ) -> None:
         self._engines = engines
         self._check_ready = check_ready
+        self._make_call = make_call or self._call_engines
         self._jobs: deque[_Job] = deque()
         """Not over, in order; the first may have begun."""
         self._waiting_for_jobs = trio.lowlevel.ParkingLot()
@@ -107,17 +113,25 @@ class EngineControl:
 
     async def _make(self, job: _Job) -> None:
         try:
-            job.answers = await self._call_each(job.method, *job.args, max_deaths=_MAX_DEATHS)
-            if job.method in _CHANGES_STATE:
-                logger.info("%s: the engine is %s", job.method, self.state.describe())
+            job.answers = await self._make_call(job.method, job.args)
         except TrioLLMError as error:
             job.error = error
+
+    async def _call_engines(self, method: str, args: tuple[PlainValue, ...]) -> list[Answer]:
+        changes_state = method in _CHANGES_STATE
+        try:
+            answers = await self._call_each(method, *args, max_deaths=_MAX_DEATHS)
+        except TrioLLMError as error:
             # Half of what was asked for may be done.
-            if job.method in _CHANGES_STATE and not isinstance(error, EngineDeadError):
+            if changes_state and not isinstance(error, EngineDeadError):
                 with suppress(TrioLLMError):  # the next caller gets the error
                     await self._call_each(_DESCRIBE)
+            raise
+        if changes_state:
+            logger.info("%s: the engine is %s", method, self.state.describe())
+        return answers
 
-    async def _call_each(self, method: str, *args: PlainValue, max_deaths: int | None = None) -> list[_Answer]:
+    async def _call_each(self, method: str, *args: PlainValue, max_deaths: int | None = None) -> list[Answer]:
         """Call a method of every engine that is not dead for good, all at the same time, and keep the states that they
         answer with. Returns the answers in the order of the engines; one that dies for good meanwhile gives none.
 
@@ -128,7 +142,7 @@ class EngineControl:
             TrioLLMError: as `UtilityCalls.call`; the first engine's error if several fail. All have answered or failed.
         """
         engines = find_alive(self._engines)
-        results: dict[int, _Answer | TrioLLMError] = {}
+        results: dict[int, Answer | TrioLLMError] = {}
 
         async def call(engine: Engine) -> None:
             engine.num_control_calls += 1
@@ -148,7 +162,7 @@ class EngineControl:
                     nursery.start_soon(call, engine)
         else:
             await call(first)
-        answers: list[_Answer] = []
+        answers: list[Answer] = []
         for engine in engines:
             result = results[engine.index]
             if not isinstance(result, TrioLLMError):
@@ -157,7 +171,7 @@ class EngineControl:
                 raise result
         return answers
 
-    async def call(self, method: str, *args: PlainValue) -> list[_Answer]:
+    async def call(self, method: str, *args: PlainValue) -> list[Answer]:
         """Have a call made when those before it are over, and wait for its answers, one per engine.
 
         Cancellation: a call that has not begun, and that no other caller waits for, is not made. One that has begun is
@@ -183,7 +197,7 @@ class EngineControl:
             raise fresh(job.error)
         return job.answers
 
-    async def ask(self, method: str, *args: PlainValue) -> list[_Answer]:
+    async def ask(self, method: str, *args: PlainValue) -> list[Answer]:
         """As `call`, for a method that changes nothing: it does not wait for the calls before it.
 
         Cancellation: the answers are dropped.
@@ -210,7 +224,7 @@ class EngineControl:
         return [_read(answer) for answer in await self.ask(_DESCRIBE)]
 
 
-def _read(answer: _Answer) -> ControlState:
+def _read(answer: Answer) -> ControlState:
     try:
         return msgspec.convert(answer, ControlState)
     except msgspec.ValidationError as error:
