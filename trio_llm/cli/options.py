@@ -15,6 +15,7 @@ from trio_llm.config import DType as DTypeName
 
 _MODEL = "Model"
 _MEMORY = "Memory and scheduling"
+_PARALLEL = "Several engines"
 _SERVER = "Server"
 _FAILURE = "Failure"
 _DEV = "Control of the running engine"
@@ -166,6 +167,44 @@ RunAhead = Annotated[
         help="Steps that are launched before the result of the step before is read: 0 or 1.",
         show_default="1 on a GPU, 0 on a CPU",
         rich_help_panel=_MEMORY,
+    ),
+]
+
+DataParallelSize = Annotated[
+    int,
+    typer.Option(
+        "--data-parallel-size",
+        parser=parse_count,
+        metavar="N",
+        help="Engines that run the same model, each in a process of its own; requests are shared out among them.",
+        rich_help_panel=_PARALLEL,
+    ),
+]
+DataParallelRank = Annotated[
+    int | None,
+    typer.Option(
+        "--data-parallel-rank",
+        parser=parse_count,
+        metavar="R",
+        help="Start the engine of this rank alone: one server per rank, and a balancer of yours in front of them.",
+        show_default="all of them, balanced by this server",
+        rich_help_panel=_PARALLEL,
+    ),
+]
+DataParallelExternalLB = Annotated[
+    bool,
+    typer.Option(
+        "--data-parallel-external-lb",
+        help="There is a balancer in front of the servers. Implied by --data-parallel-rank.",
+        rich_help_panel=_PARALLEL,
+    ),
+]
+DisablePrefixAffinity = Annotated[
+    bool,
+    typer.Option(
+        "--disable-prefix-affinity",
+        help="Do not prefer engines that have computed the beginning of a prompt.",
+        rich_help_panel=_PARALLEL,
     ),
 ]
 

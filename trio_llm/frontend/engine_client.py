@@ -58,6 +58,8 @@ class EngineClient(abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> RequestStream:
         """Generate for one prompt (text or token ids).
 
@@ -69,6 +71,9 @@ class EngineClient(abc.ABC):
             priority: requests with a lower one are served first; 64 bits.
             cache_salt: 1 to 256 characters; only requests with the same salt share what is computed of their prompts.
                 None: shared with all requests that have none.
+            data_parallel_rank: of the engine that gets the request. None: the one with the least to do, or that knows
+                the beginning of the prompt.
+            session_id: 1 to 256 characters; the engine that had the last request of the same session gets this one.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
         begun by then, and gets it again if the stream is read on all the same.
@@ -99,6 +104,8 @@ class EngineClient(abc.ABC):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> PoolingOutput:
         """One vector for one prompt (text or token ids): its embedding, or a number for each class.
 

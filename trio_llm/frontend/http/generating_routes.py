@@ -61,6 +61,7 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         params=params,
         request_id=call.request_id,
         cache_salt=request.cache_salt,
+        routing=call.routing,
         timeout=call.timeout,
         contents=chat_contents(request, token_ids) if request.repeats_prompt else TEXT_ONLY,
         param_names=param_names(request),
@@ -90,6 +91,7 @@ async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
         params=limit_to_room(request, params, room=limit - max(map(len, prompts))),
         request_id=call.request_id,
         cache_salt=request.cache_salt,
+        routing=call.routing,
         timeout=call.timeout,
         contents=contents,
     )

@@ -34,6 +34,7 @@ from trio_llm.frontend.http.openai.vectors import (
     score_entries,
 )
 from trio_llm.frontend.http.request_reader import ApiContext, Call
+from trio_llm.frontend.requests.balancing import Routing
 from trio_llm.frontend.requests.input_processor import check_task
 from trio_llm.frontend.requests.pooling import cosine
 from trio_llm.frontend.run_in_order import run_in_order
@@ -96,15 +97,23 @@ async def _outputs(
         if len(prompts) > 1:
             check_batch(api.client.config, token_ids, field=field)
         ids = [call.request_id] if len(prompts) == 1 else [f"{call.request_id}-{i}" for i in range(len(prompts))]
-        encode = partial(_encode, api, params, field)
+        encode = partial(_encode, api, params, field, call.routing)
         return await run_in_order(encode, list(zip(ids, token_ids, strict=True)))
 
 
-async def _encode(api: ApiContext, params: PoolingParams, field: str, prompt: tuple[str, list[int]]) -> PoolingOutput:
+async def _encode(
+    api: ApiContext, params: PoolingParams, field: str, routing: Routing, prompt: tuple[str, list[int]]
+) -> PoolingOutput:
     request_id, token_ids = prompt
     api.running.add(request_id)
     try:
-        return await api.client.encode(token_ids, params, request_id=request_id)
+        return await api.client.encode(
+            token_ids,
+            params,
+            request_id=request_id,
+            data_parallel_rank=routing.data_parallel_rank,
+            session_id=routing.session_id,
+        )
     except InvalidRequestError as error:
         raise in_client_names(error, {"prompt": field}) from None
     finally:

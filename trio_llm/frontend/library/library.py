@@ -116,6 +116,8 @@ class LibraryCalls(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
 
@@ -123,7 +125,7 @@ class LibraryCalls(EngineClient):
 
         Args:
             messages, template_kwargs: as `chat`.
-            request_id, priority, cache_salt: as `EngineClient.generate`.
+            request_id, priority, cache_salt, data_parallel_rank, session_id: as `EngineClient.generate`.
         """
         request_id = make_external_id(request_id)
 
@@ -133,7 +135,15 @@ class LibraryCalls(EngineClient):
                 _as_dicts(messages),
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
             )
-            return self.generate(token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+            return self.generate(
+                token_ids,
+                params,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+                data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
+            )
 
         return ChatStream(request_id, render)
 

@@ -14,6 +14,7 @@ import trio
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
     InputProcessor,
@@ -45,6 +46,7 @@ class RequestSpec:
     """The kind of parameters that suits what is asked for."""
     priority: int = 0
     cache_salt: str | None = None
+    routing: Routing = ANYWHERE
 
 
 class SubmitterHost(Protocol):
@@ -106,6 +108,7 @@ class RequestSubmitter:
         arrived_s = trio.current_time()
         check_request_id(spec.external_id)
         _check_kind(spec)
+        self.registry.check_routing(spec.routing)
         token_ids, bad_words = await self._render(prompt, spec.params)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
@@ -120,7 +123,7 @@ class RequestSubmitter:
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        return self.registry.submit(request, spec.external_id, arrived_s)
+        return self.registry.submit(request, spec.external_id, arrived_s, spec.routing)
 
     async def _render(
         self, prompt: str | list[int], params: SamplingParams | PoolingParams
@@ -141,6 +144,7 @@ class RequestSubmitter:
         assert isinstance(spec.params, SamplingParams)
         check_priority(spec.priority)
         check_cache_salt(spec.cache_salt)
+        self.registry.check_routing(spec.routing)
         check_session_params(spec.params)
         await trio.lowlevel.checkpoint()
         self._host.check_admission()
@@ -155,6 +159,7 @@ class RequestSubmitter:
                 cache_salt=spec.cache_salt,
             ),
             external_id=spec.external_id,
+            routing=spec.routing,
             renderer=self._host.renderer,
             input_processor=self._host.input_processor,
             registry=self.registry,
@@ -190,12 +195,15 @@ class RequestCalls:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> GenerateStream:
         spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
+            routing=Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
         )
         return self._submitter.open_stream(prompt, spec)
 
@@ -206,12 +214,15 @@ class RequestCalls:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
     ) -> PoolingOutput:
         spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else PoolingParams(),
             kind=PoolingParams,
             priority=priority,
+            routing=Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
         )
         async with self._submitter.open_stream(prompt, spec) as stream:
             output = await anext(stream)

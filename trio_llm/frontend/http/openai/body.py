@@ -12,10 +12,11 @@ import msgspec
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema
 
-from trio_llm.config import DAY_S
+from trio_llm.config import DAY_S, MAX_DATA_PARALLEL_SIZE
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.openai.field_errors import MAX_PROBLEMS, invalid_fields_error
 from trio_llm.frontend.http.openai.schemas import Schema, bounded
+from trio_llm.frontend.requests.balancing import MAX_SESSION_ID_CHARS
 
 __all__ = ["ModelRequest", "Neutral", "RequestBody", "WholeNumber", "only", "parse_body"]
 
@@ -112,6 +113,8 @@ class ModelRequest(RequestBody):
     timeout: Annotated[float | None, bounded(above=0, most=DAY_S)] = None
     # It becomes a header of the answer. The `$` of ECMA-262 and of pydantic stands for the very end.
     request_id: Annotated[str | None, Field(pattern="^[A-Za-z0-9_.:/+=@-]{1,128}$")] = None
+    data_parallel_rank: Annotated[WholeNumber | None, bounded(0, MAX_DATA_PARALLEL_SIZE - 1)] = None
+    session_id: Annotated[str | None, Field(min_length=1, max_length=MAX_SESSION_ID_CHARS)] = None
 
 
 Body = TypeVar("Body", bound=RequestBody)
