@@ -206,8 +206,9 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     async def _run(self, nursery: trio.Nursery) -> None:
         self._submitter.nursery = nursery
+        chunk_size = self.config.output_proc_chunk_size
         for engine in self._engines:
-            handler = OutputHandler(engine, self._registry, self._recorder, self._kv_events)
+            handler = OutputHandler(engine, self._registry, self._recorder, self._kv_events, chunk_size)
             nursery.start_soon(engine.core.run)
             nursery.start_soon(handler.run)
             nursery.start_soon(engine.monitor.watch)

@@ -92,6 +92,7 @@ class Generation:
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     request_id: str
+    priority: int = 0
     cache_salt: str | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     contents: AnswerContents = TEXT_ONLY
@@ -150,7 +151,11 @@ class Generation:
         try:
             async with AsyncExitStack() as stack:
                 stream = self.client.generate(
-                    self.prompts[index], self.params, request_id=request_id, cache_salt=self.cache_salt
+                    self.prompts[index],
+                    self.params,
+                    request_id=request_id,
+                    priority=self.priority,
+                    cache_salt=self.cache_salt,
                 )
                 try:
                     with self.timeout.within():  # its deadline also goes to the engine
