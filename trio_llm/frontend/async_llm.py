@@ -205,7 +205,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         await self._load_model()
 
     async def _handle_outputs(self, engine: Engine) -> None:
-        await OutputHandler(engine, self._registry, self._recorder, self._kv_events).run()
+        chunk_size = self.config.output_proc_chunk_size
+        await OutputHandler(engine, self._registry, self._recorder, self._kv_events, chunk_size).run()
 
     async def _load_model(self) -> None:
         self._model = await load_model(self._engines, self._load_renderer)

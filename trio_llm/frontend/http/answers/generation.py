@@ -93,6 +93,7 @@ class Generation:
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     request_id: str
+    priority: int = 0
     cache_salt: str | None = None
     routing: Routing = ANYWHERE
     timeout: RequestTimeout = NO_TIMEOUT
@@ -155,6 +156,7 @@ class Generation:
                     self.prompts[index],
                     self.params,
                     request_id=request_id,
+                    priority=self.priority,
                     cache_salt=self.cache_salt,
                     data_parallel_rank=self.routing.data_parallel_rank,
                     session_id=self.routing.session_id,
