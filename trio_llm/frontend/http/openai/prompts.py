@@ -48,7 +48,9 @@ def _one_prompt(prompt: Any, name: str, max_model_len: int, longest: int) -> str
         raise InvalidRequestError(f"{name} must not be empty", name)
     if isinstance(prompt, list):
         if len(prompt) > longest:
-            raise PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
+            error = PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
+            error.param = name
+            raise error
         return _token_ids(prompt, name)
     return prompt
 
