@@ -61,6 +61,7 @@ class ControlCalls:
             "init_weight_transfer_engine": transfer.init,
             "start_weight_update": transfer.start,
             "stage_weights": transfer.stage,
+            "prepare_weight_update": transfer.prepare,
             "finish_weight_update": transfer.finish,
             "restore_weights": transfer.restore_weights,
             "restore_weight_update": transfer.restore_update,

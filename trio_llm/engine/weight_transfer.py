@@ -35,6 +35,8 @@ class WeightTransfer:
         self._executor = executor
         self._scheduler = scheduler
         self._state = state
+        self._staged: set[str] = set()
+        """Checksums of the files that the executor has read."""
 
     def update(self, path: PlainValue, version: PlainValue) -> State:
         """Take the weights of a directory at once. An update in several files that is open ends, and was for nothing.
@@ -77,11 +79,30 @@ class WeightTransfer:
             raise InvalidRequestError(f"an update has 1 to {_MAX_FILES} files", field)
         paths = {str(name): self._path_of(name) for name in names}
         try:
-            files |= {name: self._executor.stage_weights(path) for name, path in paths.items()}
+            found = {name: self._executor.stage_weights(path) for name, path in paths.items()}
+            files |= found
+            self._staged |= set(found.values())
         except EngineStartupError as error:
             raise InvalidRequestError(str(error), field) from error
         finally:
-            self._executor.keep_staged(files.values())
+            self._keep_staged(files)
+        return self._state.describe()
+
+    def prepare(self) -> State:
+        """Have all files of the update that is open in memory, so that `finish` fails on no engine alone. A new
+        incarnation reads those again that the one before had read. Does nothing if no update is open."""
+        field = "update_info.files"
+        for name, checksum in (self._state.update_files or {}).items():
+            if checksum in self._staged:
+                continue
+            try:
+                found = self._executor.stage_weights(self._path_of(name))
+            except EngineStartupError as error:
+                raise InvalidRequestError(str(error), field) from error
+            if found != checksum:
+                self._keep_staged(self._open_files())
+                raise InvalidRequestError(f"{name[:100]!r} has changed since it was read; send it again", field)
+            self._staged.add(checksum)
         return self._state.describe()
 
     def finish(self, version: PlainValue) -> State:
@@ -154,8 +175,13 @@ class WeightTransfer:
         self._state.weight_version = version
         self._close()
 
+    def _keep_staged(self, files: dict[str, str]) -> None:
+        """Forget what was read of other files than these."""
+        self._executor.keep_staged(files.values())
+        self._staged &= set(files.values())
+
     def _close(self) -> None:
-        self._executor.keep_staged(())
+        self._keep_staged({})
         self._state.update_files = None
 
 

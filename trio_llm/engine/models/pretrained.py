@@ -122,12 +122,18 @@ def build_module(ours: Pretrained, tensors: Mapping[str, Tensor], *, dtype: torc
             state_dict=dict(tensors),
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
+            ignore_mismatched_sizes=True,  # reported, and refused below
             output_loading_info=True,
         )
     except Exception as error:
         raise EngineStartupError(f"the weights do not fit the model: {first_line(error)}") from error
-    for keys, what in (("missing_keys", "are missing"), ("unexpected_keys", "do not belong to the model")):
-        if names := sorted(report[keys]):
+    problems = {
+        "missing_keys": "are missing",
+        "unexpected_keys": "do not belong to the model",
+        "mismatched_keys": "have another shape than the model's",
+    }
+    for keys, what in problems.items():
+        if names := sorted(key if isinstance(key, str) else key[0] for key in report[keys]):
             raise EngineStartupError(f"{len(names)} weights {what}, for example {names[0]}")
     return cast(nn.Module, module)
 

@@ -97,6 +97,7 @@ class ControlCalls:
         await self._control.call("stage_weights", *files)
 
     async def finish_weight_update(self, *, weight_version: str) -> None:
+        await self._control.call("prepare_weight_update")
         if len({state.update_files for state in await self._control.fetch_states()}) > 1:
             raise InvalidRequestError(
                 "the engines have read different files, since some were written meanwhile; send those again",

@@ -34,7 +34,8 @@ MakeCall = Callable[[str, tuple[PlainValue, ...]], Awaitable[list[Answer]]]
 
 _CHANGES_STATE: Final = frozenset(
     {"sleep", "wake_up", "pause", "resume", "update_weights"}
-    | {"init_weight_transfer_engine", "start_weight_update", "stage_weights", "finish_weight_update"}
+    | {"init_weight_transfer_engine", "start_weight_update", "stage_weights"}
+    | {"prepare_weight_update", "finish_weight_update"}
 )
 """Methods that answer with the state that they leave."""
 _DESCRIBE: Final = "control_state"
