@@ -43,6 +43,8 @@ MAX_ARGS: Final = 64
 
 Body = TypeVar("Body", bound=RequestBody)
 
+_LISTS: Final = ("tags",)
+"""Parameters that may come several times."""
 _SWITCHES: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -246,6 +248,9 @@ def _query(http: Request, *names: str) -> QueryParams:
         raise InvalidRequestError(
             f"there is no {unknown[0][:100]!r} in the query here; there are {known}", unknown[0][:100]
         )
+    for name in names:
+        if name not in _LISTS and len(values := http.query_params.getlist(name)) > 1:
+            raise InvalidRequestError(f"{name} is {len(values)} times in the query; give it once", name)
     return http.query_params
 
 
