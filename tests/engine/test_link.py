@@ -37,7 +37,7 @@ class FrontEnd:
 
     def send(self, *frames: bytes) -> None:
         for frame in frames:
-            self.router.send_multipart([engine_identity(3), frame])
+            self.router.send_multipart([engine_identity(3, 1), frame])
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def front_end() -> Iterator[FrontEnd]:
 def link(front_end: FrontEnd) -> Iterator[EngineLink]:
     link = EngineLink(front_end.boot)
     identity, hello = front_end.router.recv_multipart()
-    assert (identity, hello) == (engine_identity(3), b"")
+    assert (identity, hello) == (engine_identity(3, 1), b"")
     yield link
     link.close()
 

@@ -31,7 +31,7 @@ class EngineLink:
         self._context = zmq.Context()
         self._input = self._context.socket(zmq.DEALER)
         # Before connecting: the front end's ROUTER addresses the engine by it from the first frame on.
-        self._input.setsockopt(zmq.IDENTITY, engine_identity(boot.engine_index))
+        self._input.setsockopt(zmq.IDENTITY, engine_identity(boot.engine_index, boot.epoch))
         self._output = self._context.socket(zmq.PUSH)
         for socket in (self._input, self._output):
             # The credit bounds the messages in flight; a high-water mark would drop messages or block.

@@ -108,6 +108,11 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
             raise self._group.make_not_ready_error()
         return self._model
 
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines, for the owner of this object."""
+        return self._engines
+
     # -------------------------------------------------------------------------------------- requests
 
     def check_admission(self) -> None:

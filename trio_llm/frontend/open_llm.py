@@ -20,7 +20,7 @@ from trio_llm.frontend.core_client.restarting import RestartingClient
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.statistics.stats import StatLogger
 
-__all__ = ["open_llm", "open_llm_over", "open_tasks"]
+__all__ = ["make_cores", "open_llm", "open_llm_over", "open_tasks"]
 
 
 @asynccontextmanager
@@ -48,7 +48,7 @@ async def open_llm(
     if not isinstance(config, EngineConfig):
         config = EngineConfig(model=config)
     async with open_llm_over(
-        _make_core(config),
+        make_cores(config)[0],
         config,
         wait_until_ready=wait_until_ready,
         stat_loggers=stat_loggers,
@@ -57,10 +57,15 @@ async def open_llm(
         yield llm
 
 
-def _make_core(config: EngineConfig) -> CoreClient:
+def make_cores(config: EngineConfig) -> list[CoreClient]:
+    """The core clients of the engines that `config` asks for. Nothing is started yet.
+
+    Raises:
+        EngineStartupError: the sockets cannot be made.
+    """
     if config.on_engine_death == "exit":
-        return OneEngineClient(config)
-    return RestartingClient(partial(OneEngineClient, config), RestartPolicy(config.max_engine_restarts))
+        return [OneEngineClient(config)]
+    return [RestartingClient(partial(OneEngineClient, config), RestartPolicy(config.max_engine_restarts))]
 
 
 @asynccontextmanager
