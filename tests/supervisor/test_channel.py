@@ -30,6 +30,7 @@ MESSAGES = [
         num_engines=2,
         client_index=1,
         listener_fds=[5],
+        load_fd=6,
         log_level="info",
     ),
     EngineStates(states=[ControlState(), ControlState(sleep_level=1, weights_asleep=True)], num_calls=1),

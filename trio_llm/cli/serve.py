@@ -29,6 +29,7 @@ from trio_llm.frontend.open_llm import make_cores, open_llm
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.supervisor.shared_load import create_load_file
 from trio_llm.supervisor.supervisor import Supervisor
 from trio_llm.wire.messages import ModelConfig
 
@@ -114,6 +115,7 @@ async def supervise(engine: EngineConfig, server: ServerConfig, *, listeners: Li
         engine,
         server,
         listener_fds=[one.fileno() for one in listeners.sockets],
+        load_fd=create_load_file(server.api_server_count),
         log_level=log_level,
     )
     with unwrap_single():

@@ -33,7 +33,7 @@ from trio_llm.frontend.library.library import LibraryCalls
 from trio_llm.frontend.loaded_model import LoadedModel, load_model
 from trio_llm.frontend.output_handler import OutputHandler
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits, LoadOfOthers
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
@@ -56,6 +56,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
     Args:
         cores: the ways to the engines, at least one; all run the same model.
         make_call: as `EngineGroup`.
+        load_of_others: what other front ends of these engines have; None: there are none.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         *,
         keep_alive_on_engine_death: bool,
         make_call: MakeCall | None = None,
+        load_of_others: LoadOfOthers | None = None,
     ) -> None:
         self.config = config
         self._keep_alive = keep_alive_on_engine_death
@@ -73,7 +75,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._engines = self._group.engines
         self._totals = Totals(num_engines=len(cores))
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], num_engines=len(cores))
-        ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
+        ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection, others=load_of_others)
         self._registry = RequestRegistry(self._engines, self._recorder, ledger)
         self._submitter = RequestSubmitter(self, self._registry)
         self._control = self._group.control

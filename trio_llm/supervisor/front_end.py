@@ -23,9 +23,11 @@ from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.http.server.listeners import Listeners
 from trio_llm.frontend.open_llm import open_tasks
+from trio_llm.frontend.requests.admission import LoadOfOthers
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.supervisor.channel import Channel
 from trio_llm.supervisor.messages import Boot, ToFrontEnd, decode_to_front_end
+from trio_llm.supervisor.shared_load import SharedLoad
 from trio_llm.supervisor.supervisor_link import SupervisorLink
 
 __all__ = ["main", "run_front_end"]
@@ -58,10 +60,11 @@ async def _serve_supervisor(end: socket.socket) -> None:
     logging.basicConfig(level=boot.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("trio_llm.hypercorn").setLevel(logging.WARNING)
     listeners = Listeners(tuple(socket.socket(fileno=fd) for fd in boot.listener_fds))
-    await run_front_end(channel, boot, listeners)
+    with SharedLoad(boot.load_fd, boot.client_index - 1) as load:
+        await run_front_end(channel, boot, listeners, load)
 
 
-async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Listeners) -> None:
+async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Listeners, load: LoadOfOthers) -> None:
     """Serve `boot.server` over the supervisor's engines, until it says stop, or is gone.
 
     Cancellation: connections are closed, and their requests aborted.
@@ -78,6 +81,7 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
         [metrics],
         keep_alive_on_engine_death=boot.server.keep_alive_on_engine_death,
         make_call=link.make_call,
+        load_of_others=load,
     )
     with unwrap_single():
         async with trio.open_nursery() as nursery, open_tasks(llm, wait_until_ready=False):

@@ -88,7 +88,7 @@ class FrontEndProcess:
         try:
             with theirs:
                 command = [*self._command, str(theirs.fileno())]
-                pass_fds = [theirs.fileno(), *self._boot.listener_fds]
+                pass_fds = [theirs.fileno(), self._boot.load_fd, *self._boot.listener_fds]
                 process = ChildProcess(command, f"front end {self.index}", pass_fds=pass_fds)
         except OSError:
             ours.close()

@@ -63,6 +63,8 @@ class Boot(_Message, frozen=True, tag="boot"):
     """Its place among the clients of the engines, from 1: 0 is the supervisor."""
     listener_fds: list[int]
     """Descriptors of the sockets that listen, which all front ends share."""
+    load_fd: int
+    """Descriptor of the table of `SharedLoad`; the place of this front end is `client_index - 1`."""
     log_level: str
 
 

@@ -36,6 +36,7 @@ from trio_llm.supervisor.messages import (
     Listening,
     ToFrontEnd,
 )
+from trio_llm.supervisor.shared_load import SharedLoad
 from trio_llm.wire.messages import AttachClient, DetachClient, FromEngine, ModelConfig, Progress, Ready
 
 __all__ = ["Supervisor"]
@@ -54,6 +55,7 @@ class Supervisor:
     Args:
         cores: the ways to the engines, which this process owns.
         listener_fds: descriptors of sockets that listen, which front ends inherit.
+        load_fd: descriptor of the table that `SharedLoad` is about, with a place for each front end.
         command: the program of a front end; see `FrontEndProcess`.
     """
 
@@ -64,11 +66,13 @@ class Supervisor:
         server: ServerConfig,
         *,
         listener_fds: Sequence[int],
+        load_fd: int,
         log_level: str = "info",
         command: Sequence[str] = FRONT_END_COMMAND,
     ) -> None:
         self.group = EngineGroup(cores, engine, self._check_ready)
         self.group.listen(self)
+        self._load = SharedLoad(load_fd)
         self._keeps_alive = server.keep_alive_on_engine_death
         self.front_ends = [
             FrontEndProcess(
@@ -78,6 +82,7 @@ class Supervisor:
                     num_engines=len(cores),
                     client_index=index,
                     listener_fds=list(listener_fds),
+                    load_fd=load_fd,
                     log_level=log_level,
                 ),
                 self._take,
@@ -231,7 +236,8 @@ class Supervisor:
             )
 
     def _detach(self, front_end: FrontEndProcess) -> None:
-        """A front end has ended: the engines abort its requests."""
+        """A front end has ended: the engines abort its requests, and none of them counts any more."""
+        self._load.clear(front_end.index - 1)
         for engine in self.group.engines:
             if engine.is_up and engine.model is not None:
                 engine.send_nowait(DetachClient(front_end.index))

@@ -155,7 +155,7 @@ class AttachedEngine:
                     self._is_garbled = True
                     self._kill(self._epoch, f"the engine sent a {error}", False)
                 continue
-            if message.engine_index != self._engine_index or message.epoch <= self._last_lost:
+            if message.engine_index != self._engine_index or message.epoch < max(self._epoch, self._last_lost + 1):
                 continue
             if self._epoch == 0 and not self._early and not self._must_end:
                 self._set_epoch(message.epoch)
