@@ -18,12 +18,13 @@ from trio_llm.supervisor.messages import (
     EngineDied,
     EngineStates,
     Stop,
+    ToFrontEnd,
     decode_from_front_end,
     decode_to_front_end,
     encode,
 )
 
-MESSAGES = [
+MESSAGES: list[ToFrontEnd] = [
     Boot(
         engine=EngineConfig(max_num_seqs=3),
         server=ServerConfig(port=0, served_model_names=("a", "b")),
