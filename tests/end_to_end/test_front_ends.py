@@ -142,7 +142,9 @@ async def test_a_front_end_that_is_killed_costs_only_its_own_streams_and_is_back
 
 async def running(front: Front, count: int) -> bool:
     async with httpx.AsyncClient(base_url=front.server.url) as client:
-        return await front.server.metric(client, "vllm:num_requests_running") == count
+        text = (await client.get("/metrics")).text
+    values = re.findall(r"^vllm:num_requests_running\{.*\} (\S+)$", text, re.MULTILINE)
+    return sum(map(float, values)) == count
 
 
 async def test_a_front_end_that_stands_still_loses_nothing_and_holds_up_no_other(front: Front) -> None:
@@ -190,6 +192,38 @@ async def test_control_calls_reach_all_front_ends_and_engines() -> None:
         server.stop()
     assert server.process.returncode == 0, server.output
     assert not [pid for pid in (first, second) if is_alive(pid)]
+
+
+async def test_an_engine_that_is_gone_for_good_costs_no_token_at_any_front_end() -> None:
+    purpose = "two engines, one of which is gone for good"
+    FAKE_ENGINE_COUNT.append(purpose)
+    engine = fake_engine(step_s=0.02, data_parallel_size=2, max_engine_restarts=0)
+    server = Server.from_configs(purpose, engine, ServerConfig(port=0, api_server_count=NUM_FRONT_ENDS))
+    server.wait_until_ready()
+    front = Front(server)
+    texts: dict[int, str] = {}
+
+    async def read_into(number: int) -> None:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            texts[number] = await read(client, f"prompt {number % 4}")
+
+    try:
+        for number in range(4):
+            await read_into(number)
+        expected = dict(texts)
+        async with trio.open_nursery() as nursery:
+            for number in range(16):
+                nursery.start_soon(read_into, 4 + number)
+            await wait_until(lambda: running(front, 16))
+            kill(server.engine_pids[0])
+
+        assert texts == {number: expected[number % 4] for number in range(20)}
+        async with httpx.AsyncClient(base_url=server.url) as client:
+            assert (await client.get("/health")).status_code == 200
+        assert len(server.engine_pids) == 1
+    finally:
+        server.stop()
+    assert server.process.returncode == 0, server.output
 
 
 async def test_limits_of_admission_hold_for_all_front_ends_together() -> None:
