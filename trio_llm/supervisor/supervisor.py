@@ -34,6 +34,7 @@ from trio_llm.supervisor.messages import (
     FromFrontEnd,
     KillEngine,
     Listening,
+    Serving,
     ToFrontEnd,
 )
 from trio_llm.supervisor.shared_load import SharedLoad
@@ -201,6 +202,8 @@ class Supervisor:
             case Listening():
                 for engine in self.group.engines:
                     self._attach(front_end, engine)
+            case Serving():
+                logger.info("front end %d answers clients", index)
             case KillEngine():
                 self._kill(message)
             case ControlCall():
