@@ -10,6 +10,7 @@ import logging
 import signal
 import socket
 import sys
+from contextlib import suppress
 from functools import partial
 from typing import Final
 
@@ -92,21 +93,14 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
                 nursery.cancel_scope.cancel(reason="the supervisor is gone")
 
             nursery.start_soon(follow_supervisor)
-            nursery.start_soon(_settle, llm)
             run_http = partial(serve, llm, boot.server, metrics=metrics, listeners=listeners, stop=link.stop)
             async with trio.open_nursery() as http:
                 await http.start(run_http)
-                link.report_serving()
+                with suppress(EngineDeadError):  # `serve` ends for it
+                    await llm.wait_until_ready()
+                    tune_gc()
+                    link.report_serving()
             nursery.cancel_scope.cancel(reason="the server has stopped")
-
-
-async def _settle(llm: AsyncLLM) -> None:
-    """When all is loaded, take it out of the garbage collector's way."""
-    try:
-        await llm.wait_until_ready()
-    except EngineDeadError:
-        return  # `serve` ends for it
-    tune_gc()
 
 
 if __name__ == "__main__":

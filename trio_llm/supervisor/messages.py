@@ -136,7 +136,7 @@ class Listening(_Message, frozen=True, tag="listening"):
 
 
 class Serving(_Message, frozen=True, tag="serving"):
-    """HTTP clients are answered."""
+    """The model is loaded, and HTTP clients are answered."""
 
 
 class KillEngine(_Message, frozen=True, tag="kill"):

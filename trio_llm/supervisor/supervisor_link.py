@@ -78,7 +78,7 @@ class SupervisorLink:
             self._take(message)
 
     def report_serving(self) -> None:
-        """Clients are answered from now on."""
+        """All is loaded, and clients are answered from now on."""
         self._channel.send_nowait(Serving())
 
     async def make_call(self, method: str, args: tuple[PlainValue, ...]) -> list[Answer]:
