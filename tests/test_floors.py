@@ -129,7 +129,7 @@ _FLOORS: Final = {
 }
 _SUB_ROOMS: Final = {
     "trio_llm.frontend": (
-        ("exception_groups", "gc_tuning", "text", "core_client", "http.server"),
+        ("exception_groups", "gc_tuning", "keyword_errors", "text", "core_client", "http.server"),
         ("run_in_order",),
         ("rendering", "control", "requests.output"),
         ("statistics", "kv_events", "control_client"),
@@ -145,6 +145,7 @@ _SUB_ROOMS: Final = {
         ("outbox", "request_checks", "models", "sampling.logits_processors"),
         ("sampling", "worker"),
         ("executor",),
+        ("weight_transfer",),
         ("clients", "control_calls", "step_pipeline"),
         ("core",),
         ("loop",),
