@@ -119,16 +119,19 @@ def load_package() -> list[Module]:
 
 Complaints = Iterator[str]
 _FLOORS: Final = {
-    **dict.fromkeys(("errors", "config", "quoting", "sampling", "bans", "pooling", "outputs", "version"), 0),
+    **dict.fromkeys(
+        ("errors", "config", "quoting", "sampling", "bans", "pooling", "tokenization", "outputs", "version"), 0
+    ),
     "wire": 1,
     **dict.fromkeys(("frontend", "engine"), 2),
     **dict.fromkeys(("client", "testing", "cli"), 3),
 }
 _SUB_ROOMS: Final = {
     "trio_llm.frontend": (
-        ("exception_groups", "gc_tuning", "text", "core_client", "http.server"),
+        ("exception_groups", "gc_tuning", "keyword_errors", "text", "core_client", "http.server"),
+        ("run_in_order",),
         ("rendering", "control", "requests.output"),
-        ("statistics", "kv_events"),
+        ("statistics", "kv_events", "control_client"),
         ("requests",),
         ("engine_client", "loaded_model", "output_handler"),
         ("library", "http.answers"),
@@ -141,6 +144,7 @@ _SUB_ROOMS: Final = {
         ("outbox", "request_checks", "models", "sampling.logits_processors"),
         ("sampling", "worker"),
         ("executor",),
+        ("weight_transfer",),
         ("clients", "control_calls", "step_pipeline"),
         ("core",),
         ("loop",),
@@ -346,7 +350,7 @@ def names_that_ask_are_answered_with_a_bool(modules: Sequence[Module]) -> Compla
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             returns = "" if node.returns is None else ast.unparse(node.returns)
-            if node.name.lstrip("_").startswith(("is_", "has_")) and not (
+            if node.name.lstrip("_").startswith(("is_", "has_", "can_")) and not (
                 returns == "bool" or returns.startswith(("TypeGuard[", "TypeIs["))
             ):
                 yield module.complaint(node.lineno, f"{node.name} asks a question and returns {returns or 'anything'}")

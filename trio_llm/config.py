@@ -10,16 +10,17 @@ import ipaddress
 import math
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
 from trio_llm.errors import ConfigError
 
-__all__ = ["DType", "Device", "EngineConfig", "FakeEngineConfig", "ServerConfig", "cache_dir"]
+__all__ = ["DType", "Device", "EngineConfig", "FakeEngineConfig", "SchedulingPolicy", "ServerConfig", "cache_dir"]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 _INT64 = 2**63
 KIB = 1024
@@ -88,6 +89,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sequences in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step, prompts and answers together."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """fcfs: requests are served in the order in which they come, and one with a priority other than 0 is refused.
+    priority: those with a lower priority first, then in that order."""
     step_time_target_s: float = 0.2
     """Seconds that a step should take at most while answers are generated: prompts beside them are cut into pieces that
     fit. 0: prompts always get the whole token budget."""
@@ -106,6 +110,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Unfinished requests, running and waiting, beyond which new ones are refused; None: no limit."""
     max_num_queued_tokens: int | None = None
     """Prompt tokens of requests without a first token, beyond which new ones are refused; None: no limit."""
+    output_proc_chunk_size: int = 128
+    """Rows of requests that a front end handles before its other tasks get a turn."""
     credit_steps: int = 256
     """Steps the engine may be ahead of a front end before it pauses that front end's requests."""
     startup_timeout_s: float = 600.0
@@ -127,10 +133,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_seconds("--step-time-target", self.step_time_target_s, zero=True)
         _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
         _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
+        if self.scheduling_policy not in get_args(SchedulingPolicy):
+            raise ConfigError(f"--scheduling-policy must be fcfs or priority, not {self.scheduling_policy!r}")
         if self.run_ahead not in (None, 0, 1):
             raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
         _check_positive("--max-num-queued-reqs", self.max_num_queued_reqs)
         _check_positive("--max-num-queued-tokens", self.max_num_queued_tokens)
+        _check_positive("--output-proc-chunk-size", self.output_proc_chunk_size)
         _check_positive("credit_steps", self.credit_steps)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
         _check_positive("--max-engine-restarts", self.max_engine_restarts)

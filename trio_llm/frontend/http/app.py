@@ -28,7 +28,7 @@ from trio_llm.version import __version__
 __all__ = ["App", "create_app"]
 
 HEALTH_S: Final = 1.5
-"""How long `client.check_health()` may take, or half of `--stall-timeout`. Whoever probes waits two seconds, often."""
+"""How long `client.check_health()` may take, or half of `--stall-timeout`. Probes often wait two seconds."""
 LOADING_RETRY_S: Final = 2
 DEAD_RETRY_S: Final = 30
 
@@ -78,6 +78,10 @@ class App:
     def abort_running(self) -> int:
         """End every generation: its client gets a proper last event with the reason `abort`. Returns their number."""
         return self._running.end_all(self._client)
+
+    def stop_reading(self) -> None:
+        """The server stops: requests whose bodies are not whole get 503. Synchronous."""
+        self._shell.stop_reading()
 
     async def wait_idle(self) -> None:
         """Wait until no request is being answered. Cancellation: safe."""

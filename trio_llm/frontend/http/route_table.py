@@ -1,7 +1,7 @@
-"""ROUTES: every path of the server, with what it takes and gives, in one table.
+"""ROUTES: the paths of the server, with what each takes and gives, in one table.
 
 The router, the OpenAPI document and the tests of the pages are made from it. The probes are in it too, without a
-handler: the app answers them before this module is loaded.
+handler: the app answers them before this module is loaded. `/openapi.json`, which describes the table, is not in it.
 """
 
 from __future__ import annotations
@@ -158,4 +158,22 @@ ROUTES: Final[tuple[Route, ...]] = (
         method="POST", path="/stop_profile", handler=control.stop_profile, summary="Stop the engine's profiler"
     ),
     ControlRoute(method="POST", path="/update_weights", handler=control.update_weights, summary="Take new weights"),
+    ControlRoute(
+        method="POST",
+        path="/init_weight_transfer_engine",
+        handler=control.init_weight_transfer_engine,
+        summary="Say where new weights will be",
+    ),
+    ControlRoute(
+        method="POST",
+        path="/start_weight_update",
+        handler=control.start_weight_update,
+        summary="Begin to take new weights in several files",
+    ),
+    ControlRoute(
+        method="POST",
+        path="/finish_weight_update",
+        handler=control.finish_weight_update,
+        summary="Use the new weights of these files",
+    ),
 )

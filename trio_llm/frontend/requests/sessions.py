@@ -22,6 +22,7 @@ from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
+from trio_llm.tokenization import PLAIN
 from trio_llm.wire.messages import Continue, EngineCoreRequest
 
 __all__ = ["Session", "SessionCollector", "StreamingInput", "check_session_params"]
@@ -212,7 +213,7 @@ class Session:
         is_first = not self._token_ids
         token_ids = one.prompt
         if isinstance(token_ids, str):
-            token_ids = await self._renderer.render_prompt(token_ids, add_special_tokens=is_first)
+            token_ids = await self._renderer.render_prompt(token_ids, PLAIN if is_first else PLAIN.for_chat())
         bad_words = await self._renderer.render_bad_words(params.bad_words) if params.bad_words else []
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("an input has no tokens", "prompt")

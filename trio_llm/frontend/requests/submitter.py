@@ -8,11 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Never, Protocol
 
 import trio
 
+from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.keyword_errors import make_keyword_error
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
@@ -30,6 +32,7 @@ from trio_llm.frontend.requests.stream import GenerateStream, seconds_left
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
+from trio_llm.tokenization import PLAIN, TokenizationParams
 from trio_llm.wire.messages import EngineCoreRequest
 
 __all__ = ["RequestCalls", "RequestSpec", "RequestSubmitter", "SubmitterHost"]
@@ -45,10 +48,18 @@ class RequestSpec:
     """The kind of parameters that suits what is asked for."""
     priority: int = 0
     cache_salt: str | None = None
+    tokenization: TokenizationParams = PLAIN
+
+    @property
+    def room(self) -> int:
+        """Tokens that the context needs at least for what comes after the prompt."""
+        return (self.params.max_tokens or 1) if isinstance(self.params, SamplingParams) else 0
 
 
 class SubmitterHost(Protocol):
     """What the submitter needs of the client that it submits for."""
+
+    config: EngineConfig
 
     @property
     def renderer(self) -> Renderer: ...
@@ -104,9 +115,8 @@ class RequestSubmitter:
                 refused.
         """
         arrived_s = trio.current_time()
-        check_request_id(spec.external_id)
-        _check_kind(spec)
-        token_ids, bad_words = await self._render(prompt, spec.params)
+        self._check_spec(spec)
+        token_ids, bad_words = await self._render(prompt, spec)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
         # registered and queued for sending, or nothing of it is left. `submit` asks whether the load permits it.
@@ -120,28 +130,46 @@ class RequestSubmitter:
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        return self.registry.submit(request, spec.external_id, arrived_s)
+        in_flight = self.registry.submit(request, spec.external_id, arrived_s)
+        in_flight.collector.prompt = prompt if isinstance(prompt, str) else None
+        return in_flight
 
-    async def _render(
-        self, prompt: str | list[int], params: SamplingParams | PoolingParams
-    ) -> tuple[list[int], list[list[int]]]:
+    def _check_spec(self, spec: RequestSpec) -> None:
+        """
+        Raises:
+            InvalidRequestError: something is wrong that has nothing to do with the loaded model.
+        """
+        check_request_id(spec.external_id)
+        _check_kind(spec)
+        check_priority(spec.priority)
+        if spec.priority != 0 and self._host.config.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {spec.priority}, but this engine serves requests in the order in which they come; leave "
+                "priority out, or start the engine with --scheduling-policy priority",
+                "priority",
+            )
+
+    async def _render(self, prompt: str | list[int], spec: RequestSpec) -> tuple[list[int], list[list[int]]]:
         """The tokens of the prompt and of `bad_words`. Nothing is rendered for a request that is refused now anyway."""
-        words = params.bad_words if isinstance(params, SamplingParams) else ()
-        if not isinstance(prompt, str) and not words:
+        words = spec.params.bad_words if isinstance(spec.params, SamplingParams) else ()
+        if not isinstance(prompt, str) and not words and not spec.tokenization.may_cut:
             return prompt, []
         self._host.check_admission()
         renderer = self._host.renderer
-        token_ids = await renderer.render_prompt(prompt) if isinstance(prompt, str) else prompt
+        token_ids = await renderer.render_prompt(prompt, spec.tokenization, room=spec.room)
         return token_ids, await renderer.render_bad_words(words) if words else []
 
     async def _admit_session(self, inputs: AsyncIterable[StreamingInput], spec: RequestSpec) -> InFlightRequest:
         """Register a session, whose inputs are read in the nursery. Cancellation and errors: as `_admit`."""
-        check_request_id(spec.external_id)
-        _check_kind(spec)
+        self._check_spec(spec)
         assert isinstance(spec.params, SamplingParams)
-        check_priority(spec.priority)
         check_cache_salt(spec.cache_salt)
         check_session_params(spec.params)
+        if spec.tokenization != PLAIN:
+            raise InvalidRequestError(
+                "tokenization cannot be set when the prompt is an iterable of inputs; give them as token ids",
+                "tokenization",
+            )
         await trio.lowlevel.checkpoint()
         self._host.check_admission()
         session = Session(
@@ -190,12 +218,17 @@ class RequestCalls:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        tokenization: TokenizationParams | None = None,
+        **unknown: Never,
     ) -> GenerateStream:
+        if unknown:
+            raise make_keyword_error("generate", "prompt", unknown)
         spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
+            tokenization=PLAIN if tokenization is None else tokenization,
         )
         return self._submitter.open_stream(prompt, spec)
 
@@ -206,12 +239,14 @@ class RequestCalls:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        tokenization: TokenizationParams | None = None,
     ) -> PoolingOutput:
         spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else PoolingParams(),
             kind=PoolingParams,
             priority=priority,
+            tokenization=PLAIN if tokenization is None else tokenization,
         )
         async with self._submitter.open_stream(prompt, spec) as stream:
             output = await anext(stream)
@@ -231,7 +266,11 @@ class RequestCalls:
 def _check_kind(spec: RequestSpec) -> None:
     """
     Raises:
-        InvalidRequestError: an answer was asked for with the parameters of a vector, or the other way round.
+        InvalidRequestError: an answer was asked for with the parameters of a vector, or the other way round; or the
+            tokenization is of no use.
     """
     if not isinstance(spec.params, spec.kind):
         raise InvalidRequestError(f"params must be {spec.kind.__name__}, not {type(spec.params).__name__}", "params")
+    if not isinstance(spec.tokenization, TokenizationParams):
+        kind = type(spec.tokenization).__name__
+        raise InvalidRequestError(f"tokenization must be TokenizationParams, not {kind}", "tokenization")

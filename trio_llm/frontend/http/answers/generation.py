@@ -92,11 +92,14 @@ class Generation:
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     request_id: str
+    priority: int = 0
     cache_salt: str | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     contents: AnswerContents = TEXT_ONLY
     param_names: Mapping[str, str] = field(default_factory=dict)
     """Fields of `params` -> the client's names for them, where they differ."""
+    prompt_field: str = "prompt"
+    """The client's field that the prompts come from."""
 
     def assembler(self) -> Assembler:
         """A fresh assembler for the outputs of this generation."""
@@ -150,13 +153,17 @@ class Generation:
         try:
             async with AsyncExitStack() as stack:
                 stream = self.client.generate(
-                    self.prompts[index], self.params, request_id=request_id, cache_salt=self.cache_salt
+                    self.prompts[index],
+                    self.params,
+                    request_id=request_id,
+                    priority=self.priority,
+                    cache_salt=self.cache_salt,
                 )
                 try:
                     with self.timeout.within():  # its deadline also goes to the engine
                         await stack.enter_async_context(stream)
                 except InvalidRequestError as error:
-                    raise in_client_names(error, self.param_names) from None
+                    raise in_client_names(error, self.param_names, prompt=self.prompt_field) from None
                 yield _Indexed(index, stream, stack)
         finally:
             self.running.discard(request_id)
