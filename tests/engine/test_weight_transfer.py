@@ -57,6 +57,8 @@ def test_running_requests_go_on_with_the_new_weights_from_the_finish_on(run_ahea
 
     assert old == undisturbed(LONG)[: len(old)]
     assert len(old) > 5
+    of_old = [message for message in engine.messages if message.weight_version == "default"]
+    assert [token_id for message in of_old for row in message.outputs for token_id in row.new_token_ids] == old
     assert tokens(engine)[: len(old)] == old
     assert tokens(engine) != undisturbed(LONG)
     assert len(tokens(engine)) == 30

@@ -48,7 +48,7 @@ class Outbox:
         self._credit_steps = credit_steps
         self._num_acknowledged = 0
         self._num_heartbeats = 0
-        """Since the client was last known to have credit."""
+        """To the client without credit, since it last acknowledged something."""
 
     @property
     def has_credit(self) -> bool:
@@ -71,6 +71,7 @@ class Outbox:
     def acknowledge(self, step: int) -> None:
         """The client has taken all messages up to this one. Messages that were never sent give no credit."""
         self._num_acknowledged = min(max(self._num_acknowledged, step), self.num_sent)
+        self._num_heartbeats = 0
 
     def seal(self, now_s: float, stats: SchedulerStats, *, weight_version: str) -> EngineCoreOutputs:
         """Put all that waits into one message, in the order in which it came."""
