@@ -112,8 +112,10 @@ class Stream:
     """One streamed completion and what has come of it."""
 
     body: dict[str, Any]
+    port: int = 0
+    """Of this end of its connection."""
     front_end: int = 0
-    """Process id."""
+    """Process id; 0: not known."""
     texts: dict[int, str] = field(default_factory=dict)
     """By choice."""
     num_events: int = 0
@@ -123,6 +125,7 @@ class Stream:
         """Read it to its end, or until its front end is gone."""
         with suppress(trio.BrokenResourceError, ConnectionError, OSError):
             async with await trio.open_tcp_stream("127.0.0.1", server.port) as stream:
+                self.port = stream.socket.getsockname()[1]
                 body = json.dumps({**self.body, "stream": True}).encode()
                 head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
                 await stream.send_all(head.encode() + body)
@@ -130,8 +133,6 @@ class Stream:
                 async for data in stream:
                     if not self.num_events and data.startswith(b"HTTP/1.1") and b" 200 " not in data[:16]:
                         raise RuntimeError(data.decode(errors="replace"))
-                    if not self.front_end:
-                        self.front_end = owner_of(stream, server.front_ends)
                     *lines, rest = (rest + data).split(b"\n")
                     for line in lines:
                         if line.startswith(b"data: ") and self._take(line.removeprefix(b"data: ").strip()):
@@ -148,19 +149,17 @@ class Stream:
         return False
 
 
-def owner_of(stream: trio.SocketStream, pids: list[int]) -> int:
-    """The process that has the other end of a connection on this machine; 0: none of these."""
-    client, server = (stream.socket.getsockname()[1], stream.socket.getpeername()[1])
-    found = re.search(rf":{server:04X} \w+:{client:04X} (?:\S+\s+){{6}}(\d+)", Path("/proc/net/tcp").read_text())
-    if found is None:
-        return 0
-    for pid in pids:
-        with suppress(OSError):
-            for path in Path(f"/proc/{pid}/fd").iterdir():
-                with suppress(OSError):
-                    if os.readlink(path) == f"socket:[{found[1]}]":
-                        return pid
-    return 0
+def note_owners(server: Server, streams: list[Stream]) -> None:
+    """Note which front end has accepted each stream's connection, of those that are open now."""
+    owners: dict[str, int] = {}
+    for pid in server.front_ends:
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                owners[os.readlink(path)] = pid
+    established = rf":{server.port:04X} \w+:(\w+) 01 (?:\S+\s+){{5}}(\d+)"
+    inodes = {int(port, 16): inode for port, inode in re.findall(established, Path("/proc/net/tcp").read_text())}
+    for stream in streams:
+        stream.front_end = owners.get(f"socket:[{inodes.get(stream.port)}]", 0)
 
 
 def make_engine(*, is_real: bool, step_s: float, num_engines: int, **more: Any) -> EngineConfig:
@@ -241,6 +240,7 @@ async def measure_deaths(*, is_real: bool) -> dict[str, Any]:
             for stream in streams:
                 nursery.start_soon(stream.read, server)
             await wait_for(lambda: sum(stream.num_events > 0 for stream in streams) > NUM_REQUESTS // 4)
+            note_owners(server, streams)
             victim = server.front_ends[0]
             os.kill(victim, signal.SIGKILL)
             back_s = await wait_for(lambda: server.output.count("answers clients") > NUM_FRONT_ENDS)
@@ -269,6 +269,7 @@ async def measure_stopped(*, is_real: bool) -> dict[str, Any]:
             for stream in streams:
                 nursery.start_soon(stream.read, server)
             await wait_for(lambda: all(stream.num_events > 5 for stream in streams))
+            note_owners(server, streams)
             victim = server.front_ends[0]
             others = [stream for stream in streams if stream.front_end != victim]
             before = await rate_of(others)

@@ -58,7 +58,7 @@ class Front:
         [connection] = client._transport._pool.connections  # type: ignore[attr-defined]
         port = connection._connection._network_stream.get_extra_info("client_addr")[1]
         local = f"{int(self.server.url.rpartition(':')[2]):04X}"
-        [inode] = re.findall(rf":{local} [0-9A-F]+:{port:04X} .*", Path("/proc/net/tcp").read_text())[0:1]
+        [inode] = re.findall(rf":{local} [0-9A-F]+:{port:04X} 01 .*", Path("/proc/net/tcp").read_text())[0:1]
         wanted = f"socket:[{inode.split()[9 - 1]}]"
         [pid] = [pid for pid in self.pids if wanted in links_of(pid)]
         return pid
