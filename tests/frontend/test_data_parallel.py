@@ -150,8 +150,8 @@ async def test_a_streamed_chat_and_a_session_of_inputs_go_to_their_rank(autojump
 
     async with open_checked_llm(num_engines=2, answer="Hi") as llm:
         messages = [{"role": "user", "content": "Hello"}]
-        async with llm.stream_chat(messages, data_parallel_rank=1) as stream:
-            async for _ in stream:
+        async with llm.stream_chat(messages, data_parallel_rank=1) as chat:
+            async for _ in chat:
                 pass
         async with llm.generate(inputs(), SamplingParams(max_tokens=2), data_parallel_rank=1) as stream:
             async for _ in stream:

@@ -94,7 +94,7 @@ def test_a_rank_that_is_not_here_is_refused(rank: object) -> None:
 
 
 def test_the_server_of_one_rank_says_so() -> None:
-    balancer = Balancer.of(EngineConfig(data_parallel_size=4, data_parallel_rank=2))
+    balancer = Balancer.of(EngineConfig(data_parallel_size=4, data_parallel_rank=2), num_engines=1)
 
     balancer.check(Routing(data_parallel_rank=2))
     with pytest.raises(InvalidRequestError, match="must be 2, the only rank of this server, not 1"):
@@ -197,7 +197,7 @@ def test_affinity_can_be_switched_off_and_goes_with_the_prefix_cache() -> None:
         EngineConfig(data_parallel_size=2, enable_prefix_affinity=False),
         EngineConfig(data_parallel_size=2, enable_prefix_caching=False),
     ):
-        balancer = Balancer.of(config)
+        balancer = Balancer.of(config, num_engines=2)
         balancer.choose(loads(1, 0), ANYWHERE, PROMPT)
 
         assert balancer.choose(loads(0, 1), ANYWHERE, PROMPT) == 0

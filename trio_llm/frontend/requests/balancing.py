@@ -132,9 +132,9 @@ class Balancer:
         self._engine_of_session: _Table[str, int] = _Table(_MAX_SESSIONS)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Balancer:
+    def of(cls, config: EngineConfig, *, num_engines: int) -> Balancer:
         return cls(
-            config.num_local_engines,
+            num_engines,
             prefix_affinity=config.enable_prefix_affinity and config.enable_prefix_caching,
             first_rank=config.first_rank,
         )
