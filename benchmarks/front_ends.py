@@ -305,7 +305,7 @@ def rss_mb(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") // 2**20
 
 
-def main() -> None:
+def main() -> int:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("cases", nargs="+", choices=["events", "deaths", "stopped"])
@@ -321,6 +321,7 @@ def main() -> None:
             report(trio.run(partial(measure_deaths, is_real=args.real)))
         else:
             report(trio.run(partial(measure_stopped, is_real=args.real)))
+    return 0
 
 
 def report(result: dict[str, Any]) -> None:

@@ -73,7 +73,7 @@ class FrontEnd:
         return decode_from_engine(self.pull.recv())
 
     def wait_connected(self) -> None:
-        assert self.router.recv_multipart() == [engine_identity(3), b""]
+        assert self.router.recv_multipart() == [engine_identity(3, 1), b""]
 
 
 @pytest.fixture

@@ -78,9 +78,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._totals = Totals(**numbers)
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], **numbers)
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection, others=load_of_others)
-        self._registry = RequestRegistry(
-            self._engines, self._recorder, ledger, balancer=Balancer.of(config, num_engines=len(cores))
-        )
+        balancer = Balancer.of(config, num_engines=len(cores))
+        self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=balancer)
         self._submitter = RequestSubmitter(self, self._registry)
         self._control = self._group.control
         self._kv_events = KVEventHub(len(cores))
