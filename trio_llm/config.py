@@ -27,6 +27,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 MIN_STALL_TIMEOUT_S = 2.0
+MAX_DATA_PARALLEL_SIZE = 1024
 DAY_S = 24 * 60 * 60
 """The longest time that can be set: usual ones are minutes, and the kernel's timers overflow at some point."""
 
@@ -119,14 +120,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on_engine_death: Literal["restart", "exit"] = "restart"
     """restart: an engine that dies after it was ready is started again and continues all unfinished requests."""
     max_engine_restarts: int = 5
-    """Restarts within ten minutes; one more death is the end."""
+    """Restarts of an engine within ten minutes; one more death is its end. 0: its first death is."""
     stall_timeout_s: float = 120.0
     """Seconds without a step while there is work, or without any sign of life, after which an engine is killed."""
+    data_parallel_size: int = 1
+    """Engines that run the same model, its ranks. A front end starts and balances all of them, unless it has a rank."""
+    data_parallel_rank: int | None = None
+    """This front end has one engine, of this rank: a balancer in front of all of them shares out the requests."""
+    data_parallel_external_lb: bool = False
+    """There is such a balancer. Implied by `data_parallel_rank`, without which it cannot be."""
+    enable_prefix_affinity: bool = True
+    """With several engines: prefer one that has computed the beginning of a prompt. Not without prefix caching."""
     profile_dir: str | None = None
     """Folder for traces of the torch profiler; None: it cannot be started."""
     fake: FakeEngineConfig | None = None
 
+    @property
+    def num_local_engines(self) -> int:
+        """Engines that one front end starts."""
+        return 1 if self.data_parallel_rank is not None else self.data_parallel_size
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of the first of them. The others follow."""
+        return self.data_parallel_rank or 0
+
     def __post_init__(self) -> None:
+        self._check_data_parallel()
         _check_positive("--max-model-len", self.max_model_len)
         _check_positive("--max-num-seqs", self.max_num_seqs)
         _check_positive("--max-num-batched-tokens", self.max_num_batched_tokens)
@@ -142,7 +162,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         _check_positive("--output-proc-chunk-size", self.output_proc_chunk_size)
         _check_positive("credit_steps", self.credit_steps)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
-        _check_positive("--max-engine-restarts", self.max_engine_restarts)
+        _check_positive("--max-engine-restarts", self.max_engine_restarts, zero=True)
         _check_seconds("--stall-timeout", self.stall_timeout_s)
         if self.stall_timeout_s < MIN_STALL_TIMEOUT_S:
             raise ConfigError(
@@ -166,6 +186,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"MODEL {self.model!r} is not a directory; give a directory in Hugging Face form "
                 "(config.json, tokenizer.json, *.safetensors), or no MODEL for the embedded one"
+            )
+
+    def _check_data_parallel(self) -> None:
+        size, rank = self.data_parallel_size, self.data_parallel_rank
+        if not 1 <= size <= MAX_DATA_PARALLEL_SIZE:
+            raise ConfigError(f"--data-parallel-size must be from 1 to {MAX_DATA_PARALLEL_SIZE}, not {size}")
+        if rank is not None and not 0 <= rank < size:
+            raise ConfigError(
+                f"--data-parallel-rank must be from 0 to --data-parallel-size - 1 ({size - 1}), not {rank}"
+            )
+        if self.data_parallel_external_lb and rank is None:
+            raise ConfigError(
+                "--data-parallel-external-lb needs --data-parallel-rank: which of the engines this server has"
             )
 
 

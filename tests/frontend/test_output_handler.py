@@ -47,7 +47,7 @@ class HandlerSetUp:
         self.engine.monitor.is_ready = True
         recorder = StatisticsRecorder([])
         self.requests = RequestRegistry([self.engine], recorder, AdmissionLedger(AdmissionLimits()))
-        self.engine.listeners = [self, self.requests]
+        self.engine.listeners = [self, self.requests.recovery]
         self.handler = OutputHandler(self.engine, self.requests, recorder, KVEventHub(), 128)
         table = Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table
         self.requests.processor = OutputProcessor(table)

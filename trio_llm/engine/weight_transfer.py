@@ -133,12 +133,14 @@ class WeightTransfer:
         return self._state.describe()
 
     def restore_update(self, directory: PlainValue, is_open: PlainValue, *lines: PlainValue) -> State:
-        """Bring a new incarnation to where the one before was with an update. Its files are read when it is finished.
+        """Bring a new incarnation to where the one before was with an update, or an engine to where the others are. Its
+        files are read when it is finished.
 
         Args:
+            directory: None: not said yet.
             lines: as in `EngineControlState.describe`.
         """
-        self._state.transfer_directory = str(directory)
+        self._state.transfer_directory = None if directory is None else str(directory)
         self._state.update_files = _parse_lines(lines) if is_open else None
         return self._state.describe()
 

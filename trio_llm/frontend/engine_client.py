@@ -52,7 +52,7 @@ class EngineClient(ControlClient, abc.ABC):
     # ------------------------------------------------------------------------------------- requests
 
     @abc.abstractmethod
-    def generate(
+    def generate(  # noqa: PLR0913 - what vLLM lets a request say, by the same names
         self,
         prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
@@ -60,6 +60,8 @@ class EngineClient(ControlClient, abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
     ) -> RequestStream:
         """Generate for one prompt (text or token ids).
@@ -73,6 +75,9 @@ class EngineClient(ControlClient, abc.ABC):
                 `EngineConfig.scheduling_policy` is `priority`.
             cache_salt: 1 to 256 characters; only requests with the same salt share what is computed of their prompts.
                 None: shared with all requests that have none.
+            data_parallel_rank: of the engine that gets the request. None: the one with the least to do, or that knows
+                the beginning of the prompt.
+            session_id: 1 to 256 characters; the engine that had the last request of the same session gets this one.
             tokenization: how a text becomes tokens, and how a long prompt is cut. None: all defaults. Not for sessions.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
@@ -104,6 +109,8 @@ class EngineClient(ControlClient, abc.ABC):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
     ) -> PoolingOutput:
         """One vector for one prompt (text or token ids): its embedding, or a number for each class.

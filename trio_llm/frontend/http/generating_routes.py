@@ -64,6 +64,7 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         request_id=call.request_id,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        routing=call.routing,
         timeout=call.timeout,
         contents=chat_contents(request, text, token_ids),
         param_names=param_names(request),
@@ -100,6 +101,7 @@ async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
         request_id=call.request_id,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        routing=call.routing,
         timeout=call.timeout,
         contents=contents,
     )

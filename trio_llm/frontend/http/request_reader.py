@@ -13,7 +13,7 @@ import trio
 from starlette.requests import Request
 
 from trio_llm.config import ServerConfig
-from trio_llm.errors import ModelNotFoundError
+from trio_llm.errors import InvalidRequestError, ModelNotFoundError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.content_coding import decode_content, find_coding
@@ -22,9 +22,15 @@ from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.http.openai.body import ModelRequest, RequestBody, parse_body
 from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.server.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
+from trio_llm.frontend.requests.balancing import Routing
 from trio_llm.frontend.requests.input_processor import check_task
+from trio_llm.quoting import quote
 
 __all__ = ["ApiContext", "Call", "RequestReader"]
+
+_RANK_HEADER: Final = "x-data-parallel-rank"
+_MAX_RANK_DIGITS: Final = 9
+_SESSION_HEADER: Final = "x-session-id"
 
 Body = TypeVar("Body", bound=RequestBody)
 Asked = TypeVar("Asked", bound=ModelRequest)
@@ -39,6 +45,7 @@ class Call(Generic[Asked]):
     """The served name that the answer shows."""
     request_id: str
     timeout: RequestTimeout
+    routing: Routing
     created: int
     """Seconds since 1970."""
 
@@ -85,6 +92,7 @@ class RequestReader:
             # The client's header, else its field, else the id that the shell made.
             request_id=str(state["client_request_id"] or body.request_id or state["request_id"]),
             timeout=timeout_of(http.headers.get(TIMEOUT_HEADER), body.timeout, began_s),
+            routing=_routing_of(http, body),
             created=int(time.time()),
         )
 
@@ -125,6 +133,21 @@ class RequestReader:
         if asked and asked not in names:
             raise ModelNotFoundError(asked, names)
         return asked or names[0]
+
+
+def _routing_of(http: Request, body: ModelRequest) -> Routing:
+    """What a request says about the engine that it wants: its headers, else its fields.
+
+    Raises:
+        InvalidRequestError: the header is not the number of a rank.
+    """
+    rank, session_id = body.data_parallel_rank, body.session_id
+    if (text := http.headers.get(_RANK_HEADER)) is not None:
+        if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_RANK_DIGITS):
+            raise InvalidRequestError(f"{_RANK_HEADER} must be the number of a rank, not {quote(text)}", _RANK_HEADER)
+        rank = int(text)
+    session_id = http.headers.get(_SESSION_HEADER) or session_id
+    return Routing(data_parallel_rank=rank, session_id=session_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -154,6 +154,8 @@ class LibraryCalls(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         **unknown: Never,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
@@ -162,7 +164,7 @@ class LibraryCalls(EngineClient):
 
         Args:
             messages, template_kwargs, add_generation_prompt, continue_final_message, tokenization: as `chat`.
-            request_id, priority, cache_salt: as `EngineClient.generate`.
+            request_id, priority, cache_salt, data_parallel_rank, session_id: as `EngineClient.generate`.
         """
         if unknown:
             raise make_keyword_error("stream_chat", "messages", unknown)
@@ -184,6 +186,8 @@ class LibraryCalls(EngineClient):
                 request_id=request_id,
                 priority=priority,
                 cache_salt=cache_salt,
+                data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
                 tokenization=(PLAIN if tokenization is None else tokenization).for_chat(),
             )
 

@@ -16,6 +16,7 @@ import trio
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.exception_groups import errors_to
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import Routing
 from trio_llm.frontend.requests.collector import RequestOutputCollector, Unread
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor
@@ -148,6 +149,7 @@ class Session:
         blank: EngineCoreRequest,
         *,
         external_id: str,
+        routing: Routing,
         renderer: Renderer,
         input_processor: InputProcessor,
         registry: RequestRegistry,
@@ -167,7 +169,9 @@ class Session:
         self._is_idle = True
         """No answer is under way."""
         self._is_draining = False
-        self.request: InFlightRequest = registry.open_session(blank, external_id, self._collector, trio.current_time())
+        self.request: InFlightRequest = registry.open_session(
+            blank, external_id, self._collector, trio.current_time(), routing
+        )
 
     async def run(self) -> None:
         """Feed the engine until the inputs or the session end. Errors go to the reader, or to the log if it has left.

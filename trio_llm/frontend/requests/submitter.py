@@ -16,6 +16,7 @@ from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.keyword_errors import make_keyword_error
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
     InputProcessor,
@@ -48,6 +49,7 @@ class RequestSpec:
     """The kind of parameters that suits what is asked for."""
     priority: int = 0
     cache_salt: str | None = None
+    routing: Routing = ANYWHERE
     tokenization: TokenizationParams = PLAIN
 
     @property
@@ -130,7 +132,7 @@ class RequestSubmitter:
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        in_flight = self.registry.submit(request, spec.external_id, arrived_s)
+        in_flight = self.registry.submit(request, spec.external_id, arrived_s, spec.routing)
         in_flight.collector.prompt = prompt if isinstance(prompt, str) else None
         return in_flight
 
@@ -141,6 +143,7 @@ class RequestSubmitter:
         """
         check_request_id(spec.external_id)
         _check_kind(spec)
+        self.registry.check_routing(spec.routing)
         check_priority(spec.priority)
         if spec.priority != 0 and self._host.config.scheduling_policy != "priority":
             raise InvalidRequestError(
@@ -183,6 +186,7 @@ class RequestSubmitter:
                 cache_salt=spec.cache_salt,
             ),
             external_id=spec.external_id,
+            routing=spec.routing,
             renderer=self._host.renderer,
             input_processor=self._host.input_processor,
             registry=self.registry,
@@ -210,7 +214,7 @@ class RequestCalls:
 
     _submitter: RequestSubmitter
 
-    def generate(
+    def generate(  # noqa: PLR0913 - as `EngineClient.generate`
         self,
         prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
@@ -218,6 +222,8 @@ class RequestCalls:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
         **unknown: Never,
     ) -> GenerateStream:
@@ -228,6 +234,7 @@ class RequestCalls:
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
+            routing=Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
             tokenization=PLAIN if tokenization is None else tokenization,
         )
         return self._submitter.open_stream(prompt, spec)
@@ -239,6 +246,8 @@ class RequestCalls:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
     ) -> PoolingOutput:
         spec = RequestSpec(
@@ -246,6 +255,7 @@ class RequestCalls:
             params=params if params is not None else PoolingParams(),
             kind=PoolingParams,
             priority=priority,
+            routing=Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
             tokenization=PLAIN if tokenization is None else tokenization,
         )
         async with self._submitter.open_stream(prompt, spec) as stream:
