@@ -129,6 +129,7 @@ _SUB_ROOMS: Final = {
         ("exception_groups", "gc_tuning", "text", "core_client", "http.server"),
         ("rendering", "control", "requests.output"),
         ("statistics", "kv_events"),
+        ("tracing",),
         ("requests",),
         ("engine_client", "loaded_model", "output_handler"),
         ("library", "http.answers"),

@@ -6,7 +6,7 @@ Used by the tests of the HTTP server. It has the contract of the real one as far
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
@@ -140,6 +140,7 @@ class Asked:
     prompt: str | list[int]
     params: SamplingParams
     cache_salt: str | None = None
+    trace_headers: Mapping[str, str] | None = None
     left: trio.Event = field(default_factory=trio.Event)
     """The block of the stream was left."""
     was_finished: bool = False
@@ -220,10 +221,12 @@ class FakeClient(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> _FakeStream:
         assert isinstance(prompt, str | list), "no route opens a session"
         script = self.scripts.pop(0) if self.scripts else self.script
-        asked = Asked(request_id or "made-up", prompt, params or SamplingParams(), cache_salt)
+        asked = Asked(request_id or "made-up", prompt, params or SamplingParams(), cache_salt, trace_headers)
         return _FakeStream(self, asked, script)
 
     async def encode(
@@ -233,6 +236,8 @@ class FakeClient(EngineClient):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         await trio.lowlevel.checkpoint()
         self.check_admission()

@@ -41,6 +41,7 @@ from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
+from trio_llm.frontend.tracing.observers import open_observers
 from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["AsyncLLM"]
@@ -72,7 +73,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], num_engines=len(cores))
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
         self._registry = RequestRegistry(self._engines, self._recorder, ledger)
-        self._submitter = RequestSubmitter(self, self._registry)
+        self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = EngineControl(self._engines, self._check_ready)
         self._kv_events = KVEventHub(len(cores))
         self._model: LoadedModel | None = None
@@ -80,7 +81,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         """The model is loaded, or all engines are dead."""
         for engine in self._engines:
             # The order in which they hear of an engine: requests are sent when all else is up to date.
-            engine.listeners = [self._recorder, self, self._kv_events, self._registry]
+            engine.listeners = [self._recorder, self._submitter.observers, self, self._kv_events, self._registry]
             engine.count_unanswered = partial(self._registry.num_expected, engine.index)
 
     # -------------------------------------------------------------------------------- what is loaded

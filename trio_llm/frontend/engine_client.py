@@ -6,7 +6,7 @@ The HTTP routes use nothing else. `AsyncLLM` implements it over local engine pro
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -58,25 +58,27 @@ class EngineClient(abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestStream:
         """Generate for one prompt (text or token ids).
 
         Use: `async with llm.generate(...) as stream: async for output in stream: ...`
 
         Args:
+            prompt: an async iterable makes the request a session: see `StreamingInput`.
             params: None: all defaults.
             request_id: the caller's id, 1 to 256 characters; need not be unique. None: one is made.
             priority: requests with a lower one are served first; 64 bits.
             cache_salt: 1 to 256 characters; only requests with the same salt share what is computed of their prompts.
                 None: shared with all requests that have none.
+            arrival_time: seconds since 1970, for a request that has waited elsewhere: latencies count from then.
+            trace_headers: `traceparent`, `tracestate`. None: the parent is OpenTelemetry's current span, if any.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
         begun by then, and gets it again if the stream is read on all the same.
 
-        With an async iterable as the prompt, the request is a session: see `StreamingInput`.
-
-        Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
-        which costs at most the step in flight.
+        Cancellation: anywhere; leaving the block aborts the request in the engine, which costs a step at most.
 
         Raises (on entering):
             InvalidRequestError: the request can never work.
@@ -87,10 +89,8 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, request_ids: str | Iterable[str]) -> int:
-        """Abort every running request with one of these callers' ids. Synchronous; returns how many there were.
-
-        Their readers get what was generated, with the finish reason `abort`.
-        """
+        """Abort every running request with one of these callers' ids. Synchronous; returns how many there were. Their
+        readers get what was generated, with the finish reason `abort`."""
 
     async def encode(
         self,
@@ -99,10 +99,12 @@ class EngineClient(abc.ABC):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         """One vector for one prompt (text or token ids): its embedding, or a number for each class.
 
-        The deadline of the cancel scopes around the caller goes with the request, as with `generate`.
+        Arguments, and the deadline of the cancel scopes around the caller: as with `generate`.
 
         Cancellation: safe; the request is aborted in the engine, which costs at most the step in flight.
 
@@ -110,8 +112,7 @@ class EngineClient(abc.ABC):
             InvalidRequestError: the request can never work.
             NotSupportedError: the model has no such task, or this client no such method.
             OverloadedError: as much is unfinished as may be.
-            EngineUnavailableError: the engine is loading, draining or asleep; also if the end of a drain ends this
-                request.
+            EngineUnavailableError: the engine is loading, draining or asleep; also if a drain ends this request.
             EngineGenerateError: this request failed, or was aborted by its id.
             EngineDeadError: the engine is gone.
         """
@@ -188,7 +189,7 @@ class EngineClient(abc.ABC):
         """What the loaded model can do: `generate`, `embed`, `classify`, `score`. Raises as `model_config`."""
 
     def is_tracing_enabled(self) -> bool:
-        """Spans are recorded for requests."""
+        """Spans of requests are recorded, and sent to a collector."""
         return False
 
     def statistics(self) -> EngineStatistics:

@@ -11,6 +11,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.reports import make_report
 from tests.support.scripted_core import ScriptedCore
 from trio_llm.errors import EngineDeadError, OverloadedError
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
@@ -77,12 +78,14 @@ class Traffic:
         request_id = f"{external_id}-{len(self.requests)}"
         params = SamplingParams(n=n, seed=1, max_tokens=100)
         message = EngineCoreRequest(request_id, [1, 2], params, deadline_s=deadline_s)
-        self.requests.append(self.registry.submit(message, external_id, 0.0))
+        self.requests.append(self.registry.submit(message, make_report(external_id, params)))
         return self.requests[-1]
 
     def open_session(self) -> InFlightRequest:
         blank = EngineCoreRequest(f"s-{len(self.requests)}", [], SamplingParams(max_tokens=9, seed=1), resumable=True)
-        self.requests.append(self.registry.open_session(blank, "s", RequestOutputCollector(DELTA), 0.0))
+        self.requests.append(
+            self.registry.open_session(blank, RequestOutputCollector(DELTA), make_report("s", blank.params))
+        )
         return self.requests[-1]
 
     def send_input(self, session: InFlightRequest) -> None:
@@ -397,7 +400,7 @@ async def test_an_engine_can_be_chosen_by_the_owner() -> None:
     registry = RequestRegistry(engines, recorder, AdmissionLedger(AdmissionLimits()), choose_engine=lambda: 1)
     registry.processor = OutputProcessor(TABLE)
 
-    registry.submit(EngineCoreRequest("a", [1], SamplingParams(seed=1, max_tokens=3)), "a", 0.0)
+    registry.submit(EngineCoreRequest("a", [1], SamplingParams(seed=1, max_tokens=3)), make_report("a"))
 
     assert [len(engine.sent) for engine in engines] == [0, 1]
 

@@ -61,6 +61,8 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         params=params,
         request_id=call.request_id,
         cache_salt=request.cache_salt,
+        arrival_time_s=call.arrival_time_s,
+        trace_headers=call.trace_headers,
         timeout=call.timeout,
         contents=chat_contents(request, token_ids) if request.repeats_prompt else TEXT_ONLY,
         param_names=param_names(request),
@@ -90,6 +92,8 @@ async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
         params=limit_to_room(request, params, room=limit - max(map(len, prompts))),
         request_id=call.request_id,
         cache_salt=request.cache_salt,
+        arrival_time_s=call.arrival_time_s,
+        trace_headers=call.trace_headers,
         timeout=call.timeout,
         contents=contents,
     )

@@ -6,6 +6,7 @@ do without.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
@@ -115,6 +116,7 @@ class LibraryCalls(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
 
@@ -122,17 +124,26 @@ class LibraryCalls(EngineClient):
 
         Args:
             messages, template_kwargs: as `chat`.
-            request_id, priority, cache_salt: as `EngineClient.generate`.
+            request_id, priority, cache_salt, trace_headers: as `EngineClient.generate`.
         """
         request_id = make_external_id(request_id)
 
         async def render() -> RequestStream:
+            arrival_time = time.time()
             self.check_admission()  # before the costly part
             token_ids = await self.renderer.render_chat(
                 _as_dicts(messages),
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
             )
-            return self.generate(token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+            return self.generate(
+                token_ids,
+                params,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_time=arrival_time,
+                trace_headers=trace_headers,
+            )
 
         return ChatStream(request_id, render)
 

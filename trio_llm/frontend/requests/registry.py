@@ -26,6 +26,7 @@ from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.wire.messages import Continue, EngineCoreRequest
 
@@ -92,7 +93,7 @@ class RequestRegistry:
 
     # -------------------------------------------------------------------------------------- arriving
 
-    def submit(self, request: EngineCoreRequest, external_id: str, arrived_s: float) -> InFlightRequest:
+    def submit(self, request: EngineCoreRequest, report: RequestReport) -> InFlightRequest:
         """Register a request, which may ask for several choices, and queue all of it for an engine or leave nothing.
 
         Returns:
@@ -106,7 +107,7 @@ class RequestRegistry:
         children = fan_out(request) if request.params.n > 1 else [request]
         self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
         engine_index = self._choose_engine()
-        choices = make_choices(request, children, self.processor, external_id, arrived_s, engine_index)
+        choices = make_choices(request, children, self.processor, report, engine_index)
         for choice in choices:
             self.register(choice)
         try:
@@ -142,12 +143,13 @@ class RequestRegistry:
     # -------------------------------------------------------------------------------------- sessions
 
     def open_session(
-        self, request: EngineCoreRequest, external_id: str, collector: RequestOutputCollector, arrived_s: float
+        self, request: EngineCoreRequest, collector: RequestOutputCollector, report: RequestReport
     ) -> InFlightRequest:
         """Register a session, which has no input yet. Nothing is sent."""
         assert self.processor is not None
-        state = self.processor.make_state(request, external_id)
-        session = InFlightRequest(state, collector, RequestClock(arrived_s), self._choose_engine())
+        state = self.processor.make_state(request, report.external_id)
+        clock = RequestClock(report.arrived_s)
+        session = InFlightRequest(state, collector, clock, report, self._choose_engine())
         self.register(session)
         return session
 

@@ -5,7 +5,7 @@ Used by `AsyncLLM`, for streams, vectors and sessions alike.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterable, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -20,6 +20,7 @@ from trio_llm.frontend.requests.input_processor import (
     check_cache_salt,
     check_priority,
     check_request_id,
+    find_age_s,
     make_external_id,
     make_internal_id,
 )
@@ -27,6 +28,9 @@ from trio_llm.frontend.requests.pooling import result_of
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.sessions import Session, StreamingInput, check_session_params
 from trio_llm.frontend.requests.stream import GenerateStream, seconds_left
+from trio_llm.frontend.tracing.headers import pick_trace_headers
+from trio_llm.frontend.tracing.observers import RequestObservers
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
@@ -45,6 +49,9 @@ class RequestSpec:
     """The kind of parameters that suits what is asked for."""
     priority: int = 0
     cache_salt: str | None = None
+    arrival_time_s: float | None = None
+    """When the request arrived, in seconds since 1970; None: now."""
+    trace_headers: Mapping[str, str] | None = None
 
 
 class SubmitterHost(Protocol):
@@ -76,9 +83,10 @@ class SubmitterHost(Protocol):
 class RequestSubmitter:
     """Takes the requests of one client."""
 
-    def __init__(self, host: SubmitterHost, registry: RequestRegistry) -> None:
+    def __init__(self, host: SubmitterHost, registry: RequestRegistry, observers: RequestObservers) -> None:
         self._host = host
         self.registry = registry
+        self.observers = observers
         self.nursery: trio.Nursery | None = None
         """The nursery of `open_llm`, in which sessions run. Set by the owner when its tasks run."""
         self.is_draining = False
@@ -103,9 +111,10 @@ class RequestSubmitter:
             InvalidRequestError, NotSupportedError, OverloadedError, EngineUnavailableError, EngineDeadError: it is
                 refused.
         """
-        arrived_s = trio.current_time()
+        arrived_s = trio.current_time() - find_age_s(spec.arrival_time_s)
         check_request_id(spec.external_id)
         _check_kind(spec)
+        trace_headers = pick_trace_headers(spec.trace_headers)
         token_ids, bad_words = await self._render(prompt, spec.params)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
@@ -120,7 +129,21 @@ class RequestSubmitter:
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        return self.registry.submit(request, spec.external_id, arrived_s)
+        report = self._make_report(request, spec, arrived_s, trace_headers)
+        in_flight = self.registry.submit(request, report)
+        self.observers.on_arrival(report, request, prompt if isinstance(prompt, str) else None)
+        return in_flight
+
+    def _make_report(
+        self, request: EngineCoreRequest, spec: RequestSpec, arrived_s: float, trace_headers: Mapping[str, str] | None
+    ) -> RequestReport:
+        return RequestReport(
+            external_id=spec.external_id,
+            params=request.pooling_params or request.params,
+            arrived_s=arrived_s,
+            trace_headers=trace_headers,
+            on_end=self.observers.on_end,
+        )
 
     async def _render(
         self, prompt: str | list[int], params: SamplingParams | PoolingParams
@@ -136,29 +159,34 @@ class RequestSubmitter:
 
     async def _admit_session(self, inputs: AsyncIterable[StreamingInput], spec: RequestSpec) -> InFlightRequest:
         """Register a session, whose inputs are read in the nursery. Cancellation and errors: as `_admit`."""
+        arrived_s = trio.current_time() - find_age_s(spec.arrival_time_s)
         check_request_id(spec.external_id)
         _check_kind(spec)
         assert isinstance(spec.params, SamplingParams)
         check_priority(spec.priority)
         check_cache_salt(spec.cache_salt)
         check_session_params(spec.params)
+        trace_headers = pick_trace_headers(spec.trace_headers)
         await trio.lowlevel.checkpoint()
         self._host.check_admission()
+        blank = EngineCoreRequest(
+            make_internal_id(spec.external_id),
+            [],
+            spec.params,
+            priority=spec.priority,
+            resumable=True,
+            cache_salt=spec.cache_salt,
+        )
+        report = self._make_report(blank, spec, arrived_s, trace_headers)
         session = Session(
             inputs,
-            EngineCoreRequest(
-                make_internal_id(spec.external_id),
-                [],
-                spec.params,
-                priority=spec.priority,
-                resumable=True,
-                cache_salt=spec.cache_salt,
-            ),
-            external_id=spec.external_id,
+            blank,
+            report=report,
             renderer=self._host.renderer,
             input_processor=self._host.input_processor,
             registry=self.registry,
         )
+        self.observers.on_arrival(report, blank, None)
         self._sessions.add(session)
         assert self.nursery is not None
         self.nursery.start_soon(self._run_session, session)
@@ -190,12 +218,16 @@ class RequestCalls:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> GenerateStream:
         spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
+            arrival_time_s=arrival_time,
+            trace_headers=trace_headers,
         )
         return self._submitter.open_stream(prompt, spec)
 
@@ -206,12 +238,16 @@ class RequestCalls:
         *,
         request_id: str | None = None,
         priority: int = 0,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else PoolingParams(),
             kind=PoolingParams,
             priority=priority,
+            arrival_time_s=arrival_time,
+            trace_headers=trace_headers,
         )
         async with self._submitter.open_stream(prompt, spec) as stream:
             output = await anext(stream)
@@ -220,6 +256,9 @@ class RequestCalls:
     def abort(self, request_ids: str | Iterable[str]) -> int:
         ids = [request_ids] if isinstance(request_ids, str) else request_ids
         return sum(self._submitter.registry.abort(request_id) for request_id in ids)
+
+    def is_tracing_enabled(self) -> bool:
+        return self._submitter.observers.is_tracing
 
     def drain(self) -> None:
         self._submitter.drain()

@@ -93,6 +93,9 @@ class Generation:
     params: SamplingParams
     request_id: str
     cache_salt: str | None = None
+    arrival_time_s: float | None = None
+    """Seconds since 1970."""
+    trace_headers: Mapping[str, str] | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     contents: AnswerContents = TEXT_ONLY
     param_names: Mapping[str, str] = field(default_factory=dict)
@@ -150,7 +153,12 @@ class Generation:
         try:
             async with AsyncExitStack() as stack:
                 stream = self.client.generate(
-                    self.prompts[index], self.params, request_id=request_id, cache_salt=self.cache_salt
+                    self.prompts[index],
+                    self.params,
+                    request_id=request_id,
+                    cache_salt=self.cache_salt,
+                    arrival_time=self.arrival_time_s,
+                    trace_headers=self.trace_headers,
                 )
                 try:
                     with self.timeout.within():  # its deadline also goes to the engine
