@@ -175,7 +175,8 @@ async def walk_token(llm: FakeLLM, walk: Walk, client: trio.SocketStream) -> dic
 
     llm.core.receive = receive_noted  # type: ignore[method-assign]
     while not is_written.is_set():
-        await client.receive_some(65536)
+        if not await client.receive_some(65536):
+            raise RuntimeError("the answer ended before a token was seen")
     llm.core.receive = receive  # type: ignore[method-assign]
     return modules
 

@@ -127,6 +127,7 @@ _FLOORS: Final = {
 _SUB_ROOMS: Final = {
     "trio_llm.frontend": (
         ("exception_groups", "gc_tuning", "text", "core_client", "http.server"),
+        ("run_in_order",),
         ("rendering", "control", "requests.output"),
         ("statistics", "kv_events"),
         ("tracing",),
@@ -347,7 +348,7 @@ def names_that_ask_are_answered_with_a_bool(modules: Sequence[Module]) -> Compla
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             returns = "" if node.returns is None else ast.unparse(node.returns)
-            if node.name.lstrip("_").startswith(("is_", "has_")) and not (
+            if node.name.lstrip("_").startswith(("is_", "has_", "can_")) and not (
                 returns == "bool" or returns.startswith(("TypeGuard[", "TypeIs["))
             ):
                 yield module.complaint(node.lineno, f"{node.name} asks a question and returns {returns or 'anything'}")

@@ -17,13 +17,14 @@ from trio_llm.frontend.async_llm import AsyncLLM
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.core_client.restart_policy import RestartPolicy
 from trio_llm.frontend.core_client.restarting import RestartingClient
+from trio_llm.frontend.kv_events import KVEventHub
 from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.statistics.stats import IterationStats
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR, AnsweringExecutor
 from trio_llm.testing.in_memory import InMemoryCoreClient
-from trio_llm.wire.messages import AllBlocksCleared, EngineCoreRequest, ModelConfig, SchedulerStats
+from trio_llm.wire.messages import AllBlocksCleared, EngineCoreOutputs, EngineCoreRequest, ModelConfig, SchedulerStats
 
 NUM_ENGINES = 2
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
@@ -220,3 +221,65 @@ async def test_kv_events_say_whose_cache_they_are_about(autojump_clock: MockCloc
         batch = await anext(batches)
 
         assert (batch.engine_index, batch.events) == (1, [AllBlocksCleared()])
+
+
+async def test_control_calls_go_on_with_the_engines_that_are_left(autojump_clock: MockClock) -> None:
+    async with open_two(on_engine_death="exit") as (llm, _):
+        llm.cores[0].kill("killed by the test")
+        with trio.fail_after(60):
+            await llm._engines[0].monitor.wait_dead()
+
+        await llm.sleep()
+        assert llm.status.state == "asleep"
+        assert await llm.is_sleeping()
+        await llm.wake_up()
+        assert not await llm.is_sleeping()
+        assert (await llm.check_scheduler())["num_blocks"] == 128
+        assert (await llm.complete([65], max_tokens=3, ignore_eos=True)).finished
+
+
+async def test_an_engine_that_dies_for_good_in_a_call_does_not_undo_it_on_the_others(autojump_clock: MockClock) -> None:
+    async with open_two(on_engine_death="exit") as (llm, _):
+        llm.cores[0].pause()  # it does not answer
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(llm.sleep)
+            await trio.testing.wait_all_tasks_blocked()
+            llm.cores[0].kill("killed in the call")
+
+        assert llm.status.state == "asleep"
+        with pytest.raises(EngineUnavailableError, match="sleeps"):
+            llm.check_admission()
+
+
+async def test_health_is_that_of_the_engine_that_is_started_again(autojump_clock: MockClock) -> None:
+    async with open_two() as (llm, _):
+        llm.cores[0].kill("killed for good")
+        llm._engines[0].core.kill("killed for good", for_good=True)
+        with trio.fail_after(60):
+            await llm._engines[0].monitor.wait_dead()
+        llm.cores[1].kill("killed, and started again")
+        with trio.fail_after(60):
+            while llm.status.state != "recovering":  # noqa: ASYNC110 - nothing says so, and the clock is a mock
+                await trio.sleep(0.01)
+
+        with pytest.raises(EngineUnavailableError, match="started again"):
+            await llm.check_health()
+
+
+async def test_the_blocks_of_all_engines_are_counted_once(autojump_clock: MockClock) -> None:
+    async with open_two() as (llm, _):
+        assert (llm.statistics().num_kv_blocks, llm.statistics().num_free_kv_blocks) == (256, 256)
+
+
+async def test_an_engine_that_starts_again_is_said_to_have_cleared_its_cache_at_its_own_time(
+    autojump_clock: MockClock,
+) -> None:
+    hub = KVEventHub(NUM_ENGINES)
+    async with open_two() as (llm, _), hub.subscribe(4) as batches:
+        for index, timestamp in ((0, 5.0), (1, 70.0)):
+            hub.put(EngineCoreOutputs(1, 1, timestamp, kv_events=[AllBlocksCleared()], engine_index=index))
+        hub.on_lost(llm._engines[0], "killed")
+        hub.on_lost(llm._engines[1], "killed")
+
+        seen = [await anext(batches) for _ in range(4)]
+        assert [(batch.engine_index, batch.timestamp) for batch in seen] == [(0, 5.0), (1, 70.0)] * 2

@@ -24,8 +24,9 @@ from trio_llm.errors import (
 )
 from trio_llm.frontend.control.calls import ControlCalls
 from trio_llm.frontend.control.engine import Engine
-from trio_llm.frontend.control.engine_control import EngineControl
-from trio_llm.frontend.control.status import EngineStatus, pick_best
+from trio_llm.frontend.control.engine_control import MakeCall
+from trio_llm.frontend.control.engine_group import EngineGroup
+from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.library.library import LibraryCalls
@@ -35,7 +36,6 @@ from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
-from trio_llm.frontend.requests.pooling import run_in_order
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
@@ -56,6 +56,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     Args:
         cores: the ways to the engines, at least one; all run the same model.
+        make_call: as `EngineGroup`.
     """
 
     def __init__(
@@ -65,23 +66,25 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         stat_loggers: Sequence[StatLogger],
         *,
         keep_alive_on_engine_death: bool,
+        make_call: MakeCall | None = None,
     ) -> None:
         self.config = config
         self._keep_alive = keep_alive_on_engine_death
-        self._engines = [Engine(index, core, config) for index, core in enumerate(cores)]
+        self._group = EngineGroup(cores, config, self._check_ready, make_call=make_call)
+        self._engines = self._group.engines
         self._totals = Totals(num_engines=len(cores))
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], num_engines=len(cores))
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
         self._registry = RequestRegistry(self._engines, self._recorder, ledger)
         self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
-        self._control = EngineControl(self._engines, self._check_ready)
+        self._control = self._group.control
         self._kv_events = KVEventHub(len(cores))
         self._model: LoadedModel | None = None
         self._settled = trio.Event()
         """The model is loaded, or all engines are dead."""
+        # The order in which they hear of an engine: requests are sent when all else is up to date.
+        self._group.listen(self._recorder, self._submitter.observers, self, self._kv_events, self._registry)
         for engine in self._engines:
-            # The order in which they hear of an engine: requests are sent when all else is up to date.
-            engine.listeners = [self._recorder, self._submitter.observers, self, self._kv_events, self._registry]
             engine.count_unanswered = partial(self._registry.num_expected, engine.index)
 
     # -------------------------------------------------------------------------------- what is loaded
@@ -103,7 +106,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     def _get_model(self) -> LoadedModel:
         if self._model is None:
-            raise self._engines[0].monitor.not_ready()
+            raise self._group.make_not_ready_error()
         return self._model
 
     # -------------------------------------------------------------------------------------- requests
@@ -123,15 +126,9 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     @property
     def status(self) -> EngineStatus:
-        status = pick_best(engine.monitor.status() for engine in self._engines)
-        if status.state == "dead":
-            return status
-        if self._submitter.is_draining:
+        status = self._group.status
+        if self._submitter.is_draining and status.state != "dead":
             return EngineStatus(state="draining", elapsed_s=status.elapsed_s)
-        control = self._control.state
-        if status.state == "ready" and control.is_asleep:
-            reason = f"it sleeps (level {control.sleep_level}); wake it up"
-            return EngineStatus(state="asleep", elapsed_s=status.elapsed_s, reason=reason)
         return status
 
     @property
@@ -140,8 +137,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     @property
     def dead_error(self) -> EngineDeadError | None:
-        errors = [engine.monitor.dead_error for engine in self._engines]
-        return None if None in errors else errors[0]
+        return self._group.dead_error
 
     @property
     def should_keep_api_server_alive(self) -> bool:
@@ -158,16 +154,12 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._check_ready()
 
     async def wait_dead(self) -> EngineDeadError:
-        for engine in self._engines:
-            await engine.monitor.wait_dead()
-        assert self.dead_error is not None
-        return self.dead_error
+        return await self._group.wait_dead()
 
     async def check_health(self) -> None:
         await trio.lowlevel.checkpoint()
         self._check_ready()
-        # An engine that is being started again, while others serve, is no reason to take no requests here.
-        await run_in_order(Engine.check_health, [one for one in self._engines if one.is_up] or self._engines[:1])
+        await self._control.check_health()
 
     async def check_scheduler(self) -> dict[str, int]:
         """Let the engines assert their schedulers' invariants, and return the sums of their counts.
@@ -188,7 +180,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         return sums
 
     def statistics(self) -> EngineStatistics:
-        num_blocks = sum(engine.model.num_blocks for engine in self._engines if engine.model is not None)
+        num_blocks = [0 if engine.model is None else engine.model.num_blocks for engine in self._engines]
         return self._totals.snapshot(self.status.state, num_blocks=num_blocks)
 
     def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
@@ -201,20 +193,18 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     def _check_ready(self) -> None:
         if self.dead_error is not None or self._model is None:
-            raise self._engines[0].monitor.not_ready()
+            raise self._group.make_not_ready_error()
 
     # ----------------------------------------------------------------------------------------- tasks
 
     async def _run(self, nursery: trio.Nursery) -> None:
         self._submitter.nursery = nursery
-        for engine in self._engines:
-            handler = OutputHandler(engine, self._registry, self._recorder, self._kv_events)
-            nursery.start_soon(engine.core.run)
-            nursery.start_soon(handler.run)
-            nursery.start_soon(engine.monitor.watch)
-        nursery.start_soon(self._control.run)
+        self._group.start(nursery, self._handle_outputs)
         nursery.start_soon(self._log_statistics)
         await self._load_model()
+
+    async def _handle_outputs(self, engine: Engine) -> None:
+        await OutputHandler(engine, self._registry, self._recorder, self._kv_events).run()
 
     async def _load_model(self) -> None:
         self._model = await load_model(self._engines, self._load_renderer)
@@ -235,8 +225,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     def _close(self) -> None:
         """The block of `open_llm` is left: no caller waits for an answer any more. Synchronous."""
-        for engine in self._engines:
-            engine.close(EngineDeadError("the block of open_llm() was left, and the engine with it"))
+        self._group.close(EngineDeadError("the block of open_llm() was left, and the engine with it"))
         self._recorder.flush()
 
     # ------------------------------------------------------------------------- as an EngineListener

@@ -92,7 +92,8 @@ class KVEventHub:
         self._subscribers: list[KVEventBatches] = []
         self._num_alive = num_engines
         self._dead_error: EngineDeadError | None = None
-        self._last_s = 0.0
+        self._last_s: dict[int, float] = {}
+        """The clock of each engine in its newest batch."""
 
     def subscribe(self, max_unread: int) -> AbstractAsyncContextManager[KVEventBatches]:
         """A block that gets what is put while it lasts.
@@ -130,7 +131,7 @@ class KVEventHub:
 
     def on_lost(self, engine: Engine, reason: str) -> None:
         """An engine is dead and another one is started, which has nothing in its cache."""
-        self._put(KVEventBatch(self._last_s, [AllBlocksCleared()], engine.index))
+        self._put(KVEventBatch(self._last_s.get(engine.index, 0.0), [AllBlocksCleared()], engine.index))
 
     def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
         """An engine is gone. After the last one, each subscriber gets what it is owed, then the error."""
@@ -144,5 +145,5 @@ class KVEventHub:
         self._subscribers.clear()
 
     def _put(self, batch: KVEventBatch) -> None:
-        self._last_s = batch.timestamp
+        self._last_s[batch.engine_index] = batch.timestamp
         self._subscribers = [batches for batches in self._subscribers if batches._put(batch)]

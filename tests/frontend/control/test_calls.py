@@ -150,15 +150,15 @@ async def test_the_same_call_twenty_times_at_once_while_requests_run(method: str
         async with trio.open_nursery() as nursery:
             for _ in range(20):
                 nursery.start_soon(work_through, fake.llm, method, str(tmp_path))
-        told = await fake.llm._control.fetch_state()
+        [state] = await fake.llm._control.fetch_states()
 
         await end_well(fake)
 
     expected = "abort" if method == "pause abort" else "length"
     assert ends == [expected] * 3
-    assert told.sleep_level == {"sleep 1": 1, "sleep 2": 2}.get(method, 0)
-    assert told.pause == {"pause abort": "keep", "pause wait": "wait", "pause keep": "keep"}.get(method, "running")
-    assert told.weight_version == ("v2" if method == "update_weights" else "default")
+    assert state.sleep_level == {"sleep 1": 1, "sleep 2": 2}.get(method, 0)
+    assert state.pause == {"pause abort": "keep", "pause wait": "wait", "pause keep": "keep"}.get(method, "running")
+    assert state.weight_version == ("v2" if method == "update_weights" else "default")
 
 
 async def test_all_calls_mixed_and_at_once_leave_a_defined_state(tmp_path: Path) -> None:
@@ -180,7 +180,7 @@ async def test_all_calls_mixed_and_at_once_leave_a_defined_state(tmp_path: Path)
                 await trio.lowlevel.checkpoint()
             await fake.llm.wake_up()
             await fake.llm.pause_generation(mode="wait")
-        assert fake.llm._control.state == await fake.llm._control.fetch_state()
+        assert [fake.llm._control.state] == await fake.llm._control.fetch_states()
 
         await end_well(fake)
 
@@ -196,7 +196,7 @@ async def test_a_call_cancelled_at_any_checkpoint_leaves_a_defined_state(method:
             # The engine is where the front end believes it to be, once what has begun is over.
             await fake.llm.reset_prefix_cache()
             known = fake.llm._control.state
-            assert known == await fake.llm._control.fetch_state()
+            assert [known] == await fake.llm._control.fetch_states()
             assert fake.llm._control._jobs == type(fake.llm._control._jobs)()
             await fake.llm.wake_up()
             await fake.llm.resume_generation()

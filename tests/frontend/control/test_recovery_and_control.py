@@ -66,8 +66,9 @@ async def test_nobody_is_blamed_for_engines_that_die_asleep(num_deaths: int, aut
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(run)
-            while not llm.num_running:  # noqa: ASYNC110 - nothing tells of it, and the clock is a mock
-                await trio.sleep(0.001)
+            with trio.fail_after(FOREVER_S):
+                while not llm.num_running:  # noqa: ASYNC110 - nothing says so, and the clock is a mock
+                    await trio.sleep(0.001)
             await llm.sleep(1)
             for _ in range(num_deaths):
                 await die(llm, "asleep")
@@ -107,8 +108,9 @@ async def test_a_pause_that_waits_goes_on_waiting_for_the_same_requests_in_the_n
             nursery.start_soon(run, "old", has_begun.set)
             await has_begun.wait()
             nursery.start_soon(pause)
-            while not await llm.is_paused():  # noqa: ASYNC110 - nothing tells of it, and the clock is a mock
-                await trio.sleep(0.001)
+            with trio.fail_after(FOREVER_S):
+                while not await llm.is_paused():  # noqa: ASYNC110 - nothing says so, and the clock is a mock
+                    await trio.sleep(0.001)
             nursery.start_soon(run, "new", lambda: None)
             await die(llm)
             with trio.fail_after(FOREVER_S):

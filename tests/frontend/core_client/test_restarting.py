@@ -192,3 +192,21 @@ def test_restarts_long_ago_do_not_count() -> None:
     assert policy.next_delay_s(WINDOW_S - 0.1) is None
     assert policy.next_delay_s(WINDOW_S) == 1.0
     assert policy.next_delay_s(3 * WINDOW_S) == 0.5
+
+
+async def test_a_client_that_is_killed_for_good_between_two_incarnations_makes_no_other(
+    autojump_clock: MockClock,
+) -> None:
+    engines = Engines()
+    client = RestartingClient(engines.make, RestartPolicy(5))
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(client.run)
+        assert [type(message) for message in await client.receive()] == [Ready]
+        assert [type(message) for message in await client.receive()] == [EngineLost]
+        client.kill("the tokenizer is broken", for_good=True)
+
+        with trio.fail_after(60), pytest.raises(EngineDeadError, match="the tokenizer is broken"):
+            await client.receive()
+        nursery.cancel_scope.cancel()
+
+    assert list(engines.made) == [1]

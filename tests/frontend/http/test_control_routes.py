@@ -150,6 +150,12 @@ async def test_a_body_where_the_query_counts_is_400_and_changes_nothing(path: st
         assert await works(server)
 
 
+@pytest.mark.parametrize("path", ["/is_sleeping?level=1", "/is_paused?mode=keep"])
+async def test_a_wrong_query_of_a_question_is_400_too(path: str) -> None:
+    async with open_dev_server() as (_, server):
+        assert (await server.call("GET", path)).status == 400
+
+
 async def test_a_remote_call_answers_for_each_worker() -> None:
     async with open_dev_server() as (_, server):
         reply = await server.call("POST", "/collective_rpc", {"method": "model_info", "args": [], "timeout": 5})

@@ -24,8 +24,9 @@ from trio_llm.errors import (
     QueueFullError,
 )
 from trio_llm.frontend.async_llm import AsyncLLM
-from trio_llm.frontend.requests.pooling import cosine, run_in_order
+from trio_llm.frontend.requests.pooling import cosine
 from trio_llm.frontend.requests.sessions import StreamingInput
+from trio_llm.frontend.run_in_order import run_in_order
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams

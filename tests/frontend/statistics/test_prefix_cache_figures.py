@@ -62,3 +62,12 @@ async def test_blocks_that_wait_in_the_cache_count_as_free() -> None:
     assert scheduler is not None
     assert scheduler.num_cached_blocks == NUM_WHOLE_BLOCKS // 32
     assert scheduler.num_free_blocks == scheduler.num_blocks > 0
+
+
+async def test_a_vector_asks_the_cache_for_its_prompt_as_an_answer_does() -> None:
+    notes = RecordingStatLogger()
+    async with open_fake_llm(stat_loggers=[notes]) as fake:
+        for _ in range(2):
+            await fake.llm.encode(PROMPT)
+
+    assert (notes.num_queried_tokens, notes.num_cached_tokens) == (2 * 70, NUM_WHOLE_BLOCKS)

@@ -18,7 +18,7 @@ __all__ = ["ControlCalls"]
 
 
 class ControlCalls:
-    """The control calls of `EngineClient`, for a client that has an `EngineControl`."""
+    """The control calls of `EngineClient`, which has their contracts, for a client that has an `EngineControl`."""
 
     _control: EngineControl
 
@@ -31,7 +31,7 @@ class ControlCalls:
         await self._control.call("wake_up", *(tags or ()))
 
     async def is_sleeping(self) -> bool:
-        return (await self._control.fetch_state()).is_asleep
+        return any(state.is_asleep for state in await self._control.fetch_states())
 
     async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
         if not isinstance(clear_cache, bool):
@@ -44,7 +44,7 @@ class ControlCalls:
         await self._control.call("resume")
 
     async def is_paused(self) -> bool:
-        return (await self._control.fetch_state()).pause != "running"
+        return any(state.pause != "running" for state in await self._control.fetch_states())
 
     async def reset_prefix_cache(self) -> None:
         await self._control.call("reset_prefix_cache")

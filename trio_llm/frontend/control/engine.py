@@ -32,7 +32,7 @@ from trio_llm.wire.messages import (
     UtilityResult,
 )
 
-__all__ = ["Engine", "EngineListener"]
+__all__ = ["Engine", "EngineListener", "find_alive"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,8 @@ class Engine:
         """As the newest incarnation described it; None until the first one is ready."""
         self.num_restarts = 0
         self.is_up = True
-        """False from an incarnation's death until the next one is ready: nothing is sent meanwhile."""
+        """False from an incarnation's death until the next one is ready: nothing is sent meanwhile. Before the first
+        one is ready it is True: what is sent waits in the core client's outbox."""
         self._num_replayed = 0
         """Calls of the newest replay without an answer."""
         self._sequence = MessageSequence(ack_steps=max(1, config.credit_steps // 8))
@@ -256,3 +257,8 @@ class Engine:
         if result.error is not None:
             # Requests must not go on with, say, other weights than they began with.
             self.core.kill(f"a new engine could not be brought to where the dead one was: {result.error}")
+
+
+def find_alive(engines: Sequence[Engine]) -> list[Engine]:
+    """The engines that live or are started again. All of them, if each one is dead for good: their errors say why."""
+    return [engine for engine in engines if not engine.is_dead] or list(engines)

@@ -8,27 +8,33 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Final
 
 import msgspec
 import trio
 
 from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError, TrioLLMError, fresh
-from trio_llm.frontend.control.engine import Engine
+from trio_llm.frontend.control.engine import Engine, find_alive
 from trio_llm.frontend.control.state import ControlState
+from trio_llm.frontend.run_in_order import run_in_order
 from trio_llm.wire.messages import PlainValue
 
-__all__ = ["EngineControl"]
+__all__ = ["Answer", "EngineControl", "MakeCall"]
 
 logger = logging.getLogger(__name__)
 
-_Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
+Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
+MakeCall = Callable[[str, tuple[PlainValue, ...]], Awaitable[list[Answer]]]
+"""Makes one control call, of a method with arguments, on all engines, and keeps the states that they are in then."""
 
 _CHANGES_STATE: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights"})
 """Methods that answer with the state that they leave."""
+_DESCRIBE: Final = "control_state"
+"""The method that only answers with it."""
 _MAX_DEATHS: Final = 2
 """A call that so many incarnations died of is not made again."""
 
@@ -42,22 +48,27 @@ class _Job:
     num_callers: int = 0
     has_begun: bool = False
     done: trio.Event = field(default_factory=trio.Event)
-    answers: list[_Answer] = field(default_factory=list)
-    """One per engine."""
+    answers: list[Answer] = field(default_factory=list)
+    """One per engine that is not dead for good."""
     error: TrioLLMError | None = None
 
 
 class EngineControl:
-    """Makes control calls in their order, each on all engines; equal ones that wait next to each other are one call.
+    """Makes control calls in their order, each on all engines that are not dead for good; equal ones that wait next to
+    each other are one call.
 
     Args:
         engines: at least one.
         check_ready: raises what stands against any call, such as a model that is still loading.
+        make_call: makes each call, in place of this process. Raises as `call`.
     """
 
-    def __init__(self, engines: Sequence[Engine], check_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], check_ready: Callable[[], None], *, make_call: MakeCall | None = None
+    ) -> None:
         self._engines = engines
         self._check_ready = check_ready
+        self._make_call = make_call or self._call_engines
         self._jobs: deque[_Job] = deque()
         """Not over, in order; the first may have begun."""
         self._waiting_for_jobs = trio.lowlevel.ParkingLot()
@@ -66,7 +77,7 @@ class EngineControl:
     @property
     def state(self) -> ControlState:
         """What control calls have made of the engines. If a call has reached some of them only: of one that is held."""
-        states = [engine.control_state for engine in self._engines]
+        states = [engine.control_state for engine in find_alive(self._engines)]
         return next((state for state in states if state.is_held), states[0])
 
     def check_awake(self) -> None:
@@ -102,56 +113,65 @@ class EngineControl:
 
     async def _make(self, job: _Job) -> None:
         try:
-            job.answers = await self._call_each(job.method, *job.args, max_deaths=_MAX_DEATHS)
-            if job.method in _CHANGES_STATE:
-                self._keep_states(job.answers)
-                logger.info("%s: the engine is %s", job.method, self.state.describe())
+            job.answers = await self._make_call(job.method, job.args)
         except TrioLLMError as error:
             job.error = error
+
+    async def _call_engines(self, method: str, args: tuple[PlainValue, ...]) -> list[Answer]:
+        changes_state = method in _CHANGES_STATE
+        try:
+            answers = await self._call_each(method, *args, max_deaths=_MAX_DEATHS)
+        except TrioLLMError as error:
             # Half of what was asked for may be done.
-            if job.method in _CHANGES_STATE and not isinstance(error, EngineDeadError):
+            if changes_state and not isinstance(error, EngineDeadError):
                 with suppress(TrioLLMError):  # the next caller gets the error
-                    self._keep_states(await self._call_each("control_state"))
+                    await self._call_each(_DESCRIBE)
+            raise
+        if changes_state:
+            logger.info("%s: the engine is %s", method, self.state.describe())
+        return answers
 
-    def _keep_states(self, answers: Sequence[_Answer]) -> None:
-        for engine, answer in zip(self._engines, answers, strict=True):
-            engine.control_state = _read(answer)
-
-    async def _call_each(self, method: str, *args: PlainValue, max_deaths: int | None = None) -> list[_Answer]:
-        """Call a method of every engine, all at the same time. Returns the answers by the engine's index.
+    async def _call_each(self, method: str, *args: PlainValue, max_deaths: int | None = None) -> list[Answer]:
+        """Call a method of every engine that is not dead for good, all at the same time, and keep the states that they
+        answer with. Returns the answers in the order of the engines; one that dies for good meanwhile gives none.
 
         Cancellation: as `UtilityCalls.call`.
 
         Raises:
+            EngineDeadError: all engines are dead for good.
             TrioLLMError: as `UtilityCalls.call`; the first engine's error if several fail. All have answered or failed.
         """
-        results: dict[int, _Answer | TrioLLMError] = {}
+        engines = find_alive(self._engines)
+        results: dict[int, Answer | TrioLLMError] = {}
 
         async def call(engine: Engine) -> None:
             engine.num_control_calls += 1
             try:
-                results[engine.index] = await engine.utilities.call(method, *args, max_deaths=max_deaths)
+                answer = results[engine.index] = await engine.utilities.call(method, *args, max_deaths=max_deaths)
+                if method in _CHANGES_STATE or method == _DESCRIBE:
+                    engine.control_state = _read(answer)
             except TrioLLMError as error:
                 results[engine.index] = error
             finally:
                 engine.num_control_calls -= 1
 
-        first, *others = self._engines
+        first, *others = engines
         if others:
             async with trio.open_nursery() as nursery:
-                for engine in self._engines:
+                for engine in engines:
                     nursery.start_soon(call, engine)
         else:
             await call(first)
-        answers: list[_Answer] = []
-        for engine in self._engines:
+        answers: list[Answer] = []
+        for engine in engines:
             result = results[engine.index]
-            if isinstance(result, TrioLLMError):
+            if not isinstance(result, TrioLLMError):
+                answers.append(result)
+            elif not isinstance(result, EngineDeadError) or find_alive(engines)[0].is_dead:
                 raise result
-            answers.append(result)
         return answers
 
-    async def call(self, method: str, *args: PlainValue) -> list[_Answer]:
+    async def call(self, method: str, *args: PlainValue) -> list[Answer]:
         """Have a call made when those before it are over, and wait for its answers, one per engine.
 
         Cancellation: a call that has not begun, and that no other caller waits for, is not made. One that has begun is
@@ -177,23 +197,34 @@ class EngineControl:
             raise fresh(job.error)
         return job.answers
 
-    async def ask(self, method: str, *args: PlainValue) -> list[_Answer]:
+    async def ask(self, method: str, *args: PlainValue) -> list[Answer]:
         """As `call`, for a method that changes nothing: it does not wait for the calls before it.
 
         Cancellation: the answers are dropped.
         """
         self._check_ready()
-        return [await engine.utilities.call(method, *args) for engine in self._engines]
+        calls = [partial(engine.utilities.call, method, *args) for engine in find_alive(self._engines)]
+        return await run_in_order(lambda make_call: make_call(), calls)
 
-    async def fetch_state(self) -> ControlState:
-        """What the first engine says of itself now. Cancellation: safe. Raises: as `call`.
+    async def check_health(self) -> None:
+        """Return if all engines that are up answer, or are busy and go on; see `Engine.check_health`.
+
+        One that is started again, while others serve, is no reason to take no requests here.
+
+        Cancellation: safe. Raises: as `Engine.check_health`, also if no engine is up.
+        """
+        engines = find_alive(self._engines)
+        await run_in_order(Engine.check_health, [engine for engine in engines if engine.is_up] or engines)
+
+    async def fetch_states(self) -> list[ControlState]:
+        """What each engine says of itself now. Cancellation: safe. Raises: as `call`.
 
         Not kept: by the time that this task gets its turn, a call may have changed it.
         """
-        return _read((await self.ask("control_state"))[0])
+        return [_read(answer) for answer in await self.ask(_DESCRIBE)]
 
 
-def _read(answer: _Answer) -> ControlState:
+def _read(answer: Answer) -> ControlState:
     try:
         return msgspec.convert(answer, ControlState)
     except msgspec.ValidationError as error:

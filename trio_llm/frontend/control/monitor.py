@@ -162,8 +162,8 @@ class EngineMonitor:
         now_s = trio.current_time()
         if now_s - self._last_life_s >= limit_s:
             return f"the engine stalls: no sign of life for {limit_s:g} s (--stall-timeout {self._stall_timeout_s:g})"
-        num_expected = self._engine.num_expected
-        if num_expected and now_s - self._last_step_s >= limit_s:
+        # The time first: it is asked with each answer of the server, and requests are counted one by one.
+        if now_s - self._last_step_s >= limit_s and (num_expected := self._engine.num_expected):
             return (
                 f"the engine stalls: no step for {limit_s:g} s with {num_expected} requests unfinished "
                 f"(--stall-timeout {self._stall_timeout_s:g})"

@@ -11,7 +11,7 @@ import shutil
 import stat
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final
 
@@ -41,8 +41,7 @@ class EngineSockets:
         try:
             remove_abandoned_folders(Path(tempfile.gettempdir()))
             self.folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
-            self._lock_fd = os.open(self.folder / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            fcntl.flock(self._lock_fd, fcntl.LOCK_EX)
+            self._lock_fd = _make_lock(self.folder)
         except OSError as error:
             raise EngineStartupError(
                 f"cannot make a folder for sockets: {error}; set TMPDIR to a folder that can be written"
@@ -121,10 +120,26 @@ def remove_abandoned_folders(parent: Path, *, now_s: float | None = None) -> lis
     return removed
 
 
-def _remove_if_abandoned(folder: Path, now_s: float) -> bool:
-    """
+def _make_lock(folder: Path) -> int:
+    """The descriptor of a new folder's lock, which is taken.
+
     Raises:
-        OSError: it is not ours, or its front end lives, or it went meanwhile.
+        OSError: it cannot be made. The folder is removed.
+    """
+    with ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        lock_fd = os.open(folder / _LOCK, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        undo.callback(os.close, lock_fd)
+        fcntl.flock(lock_fd, fcntl.LOCK_EX)
+        undo.pop_all()
+    return lock_fd
+
+
+def _remove_if_abandoned(folder: Path, now_s: float) -> bool:
+    """Remove a folder whose front end is gone. Returns whether it was ours, and removed.
+
+    Raises:
+        OSError: its front end lives, or it went meanwhile.
     """
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or now_s - found.st_mtime < _YOUNG_S:

@@ -41,8 +41,8 @@ class RestartingClient:
         """The scope of the present incarnation's `run`."""
         self._was_ready = False
         """Whether any incarnation was ready."""
-        self._is_last = False
-        """No other incarnation may follow."""
+        self._last_reason: str | None = None
+        """Why no other incarnation may follow; None: one may."""
         self._delay_s = 0.0
         self._is_lost = trio.Event()
         self._is_started = trio.Event()
@@ -68,17 +68,25 @@ class RestartingClient:
             self._epoch += 1
             self._life = trio.CancelScope()
             self._is_lost = trio.Event()
-            try:
-                self._client = self._make(self._epoch)
-            except EngineStartupError as error:
-                self._client = _NeverStarted(str(error))
+            self._client = self._make_next()
             self._is_started.set()
+
+    def _make_next(self) -> CoreClient:
+        if self._last_reason is not None:  # `kill` came while no incarnation ran
+            return _NeverStarted(self._last_reason)
+        try:
+            return self._make(self._epoch)
+        except EngineStartupError as error:
+            return _NeverStarted(str(error))
 
     def send_nowait(self, message: ToEngine) -> None:
         self._client.send_nowait(message)
 
     async def receive(self) -> Sequence[FromEngine | EngineLost]:
-        """As `CoreClient.receive`. A death is the message `EngineLost` if another incarnation follows."""
+        """As `CoreClient.receive`. A death is the message `EngineLost` if another incarnation follows.
+
+        Cancellation: safe; nothing was taken.
+        """
         if not self._is_started.is_set():
             await self._is_started.wait()
         try:
@@ -90,11 +98,12 @@ class RestartingClient:
         return messages
 
     def kill(self, reason: str, *, for_good: bool = False) -> None:
-        self._is_last = self._is_last or for_good
+        if for_good and self._last_reason is None:
+            self._last_reason = reason
         self._client.kill(reason)
 
     def _plan_restart(self, reason: str) -> EngineLost:
-        if self._is_last or not self._was_ready:
+        if self._last_reason is not None or not self._was_ready:
             raise EngineDeadError(reason)
         delay_s = self._policy.next_delay_s(trio.current_time())
         if delay_s is None:

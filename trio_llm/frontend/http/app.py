@@ -28,7 +28,7 @@ from trio_llm.version import __version__
 __all__ = ["App", "create_app"]
 
 HEALTH_S: Final = 1.5
-"""How long `client.check_health()` may take, or half of `--stall-timeout`. Whoever probes waits two seconds, often."""
+"""How long `client.check_health()` may take, or half of `--stall-timeout`. Probes often wait two seconds."""
 LOADING_RETRY_S: Final = 2
 DEAD_RETRY_S: Final = 30
 

@@ -81,6 +81,7 @@ async def wake_up(api: ApiContext, http: Request) -> Response:
 
 async def show_sleeping(api: ApiContext, http: Request) -> Response:
     """GET /is_sleeping."""
+    _query(http)
     return _json({"is_sleeping": await api.client.is_sleeping()})
 
 
@@ -103,6 +104,7 @@ async def resume(api: ApiContext, http: Request) -> Response:
 
 async def show_paused(api: ApiContext, http: Request) -> Response:
     """GET /is_paused."""
+    _query(http)
     return _json({"is_paused": await api.client.is_paused()})
 
 

@@ -35,7 +35,8 @@ from trio_llm.frontend.http.openai.vectors import (
 )
 from trio_llm.frontend.http.request_reader import ApiContext, Call
 from trio_llm.frontend.requests.input_processor import check_task
-from trio_llm.frontend.requests.pooling import cosine, run_in_order
+from trio_llm.frontend.requests.pooling import cosine
+from trio_llm.frontend.run_in_order import run_in_order
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 

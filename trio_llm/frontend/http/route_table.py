@@ -1,7 +1,7 @@
-"""ROUTES: every path of the server, with what it takes and gives, in one table.
+"""ROUTES: the paths of the server, with what each takes and gives, in one table.
 
 The router, the OpenAPI document and the tests of the pages are made from it. The probes are in it too, without a
-handler: the app answers them before this module is loaded.
+handler: the app answers them before this module is loaded. `/openapi.json`, which describes the table, is not in it.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ import msgspec
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.library.bulk import MapResults, Prompts, open_map
 from trio_llm.frontend.requests.input_processor import check_task, make_external_id
-from trio_llm.frontend.requests.pooling import cosine, run_in_order
+from trio_llm.frontend.requests.pooling import cosine
 from trio_llm.frontend.requests.stream import RequestStream
+from trio_llm.frontend.run_in_order import run_in_order
 from trio_llm.outputs import RequestOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams

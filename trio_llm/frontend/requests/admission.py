@@ -142,12 +142,6 @@ class AdmissionLedger:
         assert self._inputs.keys() <= self._prefills.keys(), "an input of a session that is over waits"
         assert all(self._prefills[session] == 0 for session in self._inputs), "an input that waits is counted twice"
 
-    def clear(self) -> None:
-        """The engine is gone, and all requests with it."""
-        self._inputs.clear()
-        self._prefills.clear()
-        self._num_tokens = 0
-
     def _count(self, request: Hashable, num_tokens: int) -> None:
         self._num_tokens += num_tokens - self._prefills.get(request, 0)
         self._prefills[request] = num_tokens

@@ -92,8 +92,10 @@ class EngineRecorder:
 
     def vector(self, *, num_prompt_tokens: int, num_cached_tokens: int) -> None:
         """A pooling request has got its vector: its prompt counts, though no token comes."""
-        self._iteration.num_prompt_tokens += num_prompt_tokens
-        self._iteration.num_cached_tokens += num_cached_tokens
+        iteration = self._iteration
+        iteration.num_prompt_tokens += num_prompt_tokens
+        iteration.num_queried_tokens += num_prompt_tokens
+        iteration.num_cached_tokens += num_cached_tokens
 
     def more_prompt_tokens(self, count: int) -> None:
         """A session has got another input."""

@@ -6,7 +6,7 @@ Pure. A StatLogger that `AsyncLLM` always has.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -70,20 +70,22 @@ class Totals:
     def log(self) -> None:
         """Nothing: these are read."""
 
-    def snapshot(self, state: EngineState, *, num_blocks: int) -> EngineStatistics:
+    def snapshot(self, state: EngineState, *, num_blocks: Sequence[int]) -> EngineStatistics:
         """The totals so far.
 
         Args:
-            num_blocks: KV blocks of each engine; 0: not known yet.
+            num_blocks: KV blocks by the index of the engine; 0: not known yet.
         """
-        unheard = SchedulerStats(num_free_blocks=num_blocks)
-        schedulers = [scheduler or unheard for scheduler in self._schedulers]
+        schedulers = [
+            scheduler or SchedulerStats(num_free_blocks=count)
+            for scheduler, count in zip(self._schedulers, num_blocks, strict=True)
+        ]
         return EngineStatistics(
             state=state,
             num_running=sum(scheduler.num_running for scheduler in schedulers),
             num_waiting=sum(scheduler.num_waiting for scheduler in schedulers),
             num_free_kv_blocks=sum(scheduler.num_free_blocks for scheduler in schedulers),
-            num_kv_blocks=num_blocks * len(schedulers),
+            num_kv_blocks=sum(num_blocks),
             num_prompt_tokens=self._num_prompt_tokens,
             num_generation_tokens=self._num_generation_tokens,
             num_finished=MappingProxyType(

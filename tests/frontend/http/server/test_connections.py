@@ -523,3 +523,28 @@ async def test_a_lack_of_descriptors_is_waited_out_and_logged_rarely(
     assert trio.current_time() == pytest.approx(15)
     assert len(caplog.records) == 2
     assert all(record.levelno == logging.WARNING and record.exc_info is None for record in caplog.records)
+
+
+@pytest.mark.parametrize("number", [errno.ECONNABORTED, errno.EPROTO, errno.EPERM, errno.ENETDOWN, errno.EHOSTUNREACH])
+async def test_a_connection_that_fails_before_it_is_accepted_does_not_end_the_server(number: int) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("not reached")
+
+    ours, theirs = tcp_pair()
+    async with ours, trio.open_nursery() as nursery:
+        listener = fake_listener(OSError(number, "failed"), theirs)
+        nursery.start_soon(Connections(app, ServerConfig()).accept, listener, nursery)
+        await ours.send_all(GET_VERSION.replace(b"1.1", b"3.0"))
+        with trio.fail_after(BOUND_S):
+            assert (await ours.receive_some()).startswith(b"HTTP/1.1 505")
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_socket_that_does_not_listen_ends_the_server_with_its_error() -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("not reached")
+
+    async with trio.open_nursery() as nursery:
+        listener = fake_listener(OSError(errno.EINVAL, "not listening"))
+        with pytest.raises(OSError, match="not listening"):
+            await Connections(app, ServerConfig()).accept(listener, nursery)

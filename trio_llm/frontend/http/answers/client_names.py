@@ -7,10 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Final
 
 from trio_llm.errors import InvalidRequestError
 
 __all__ = ["in_client_names"]
+
+_QUOTED: Final = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
+"""What a client sent, as messages show it: its words stay as they are."""
 
 
 def in_client_names(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
@@ -21,7 +25,7 @@ def in_client_names(error: InvalidRequestError, names: Mapping[str, str]) -> Inv
     """
     if not names:
         return error
-    text = str(error)
+    parts = _QUOTED.split(str(error))
     for ours, theirs in names.items():
-        text = re.sub(rf"\b{ours}\b", theirs, text)
-    return InvalidRequestError(text, names.get(error.param or "", error.param))
+        parts[::2] = [re.sub(rf"\b{ours}\b", theirs, part) for part in parts[::2]]
+    return InvalidRequestError("".join(parts), names.get(error.param or "", error.param))

@@ -25,7 +25,7 @@ import resource
 import socket
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM, ETIMEDOUT
+from errno import EBADF, EINVAL, EMFILE, ENFILE, ENOBUFS, ENOMEM, ENOTSOCK, EOPNOTSUPP, ETIMEDOUT
 from typing import Final
 
 import trio
@@ -59,6 +59,8 @@ LOG_INTERVAL_S: Final = 10.0
 
 _RECEIVE_BYTES: Final = 64 * 1024
 _NO_ROOM: Final = (EMFILE, ENFILE, ENOBUFS, ENOMEM)
+_NO_LISTENER: Final = (EBADF, EINVAL, ENOTSOCK, EOPNOTSUPP)
+"""The socket cannot accept. All other errors are those of one connection, or pass."""
 
 _HypercornApp = Callable[[Scope, Receive, Send, object, object], Awaitable[None]]
 
@@ -87,10 +89,11 @@ class Connections:
                 try:
                     stream = await listener.accept()
                 except OSError as error:
-                    if error.errno not in _NO_ROOM:
+                    if error.errno is None or error.errno in _NO_LISTENER:
                         raise
-                    self._warn_rarely("no connection can be accepted now (%s)", os.strerror(error.errno))
-                    await trio.sleep(ACCEPT_RETRY_S)
+                    self._warn_rarely("a connection could not be accepted (%s)", os.strerror(error.errno))
+                    if error.errno in _NO_ROOM:
+                        await trio.sleep(ACCEPT_RETRY_S)
                     continue
                 if len(self._open) < self._limit:
                     nursery.start_soon(self._serve, self._add(stream))
@@ -176,20 +179,22 @@ class _Connection:
             addresses = [parse_socket_addr(inner.family, name) for name in (inner.getpeername(), inner.getsockname())]
         except OSError:
             return  # the client has gone already
-        async with TaskGroup() as tasks:
-            self._protocol = Http1Protocol(
-                self._app,
-                self._config,
-                self._context,
-                tasks=tasks,
-                addresses=(addresses[0], addresses[1]),
-                send=self._carry_out,
-                write=self._write,
-            )
-            await self._read()
-            inner.close()
-            await self._protocol.handle(Closed())
-        del self._protocol  # it refers to this connection, and h11 to what it has read
+        try:
+            async with TaskGroup() as tasks:
+                self._protocol = Http1Protocol(
+                    self._app,
+                    self._config,
+                    self._context,
+                    tasks=tasks,
+                    addresses=(addresses[0], addresses[1]),
+                    send=self._carry_out,
+                    write=self._write,
+                )
+                await self._read()
+                inner.close()
+                await self._protocol.handle(Closed())
+        finally:
+            del self._protocol  # it refers to this connection, and h11 to what it has read
 
     def close_if_idle(self) -> None:
         """Close the connection, unless it has a request or one has just arrived."""
