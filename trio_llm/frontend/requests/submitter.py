@@ -114,7 +114,7 @@ class RequestSubmitter:
         arrived_s = trio.current_time() - find_age_s(spec.arrival_time_s)
         check_request_id(spec.external_id)
         _check_kind(spec)
-        trace_headers = pick_trace_headers(spec.trace_headers)
+        trace_headers = None if spec.trace_headers is None else pick_trace_headers(spec.trace_headers)
         token_ids, bad_words = await self._render(prompt, spec.params)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
@@ -166,7 +166,7 @@ class RequestSubmitter:
         check_priority(spec.priority)
         check_cache_salt(spec.cache_salt)
         check_session_params(spec.params)
-        trace_headers = pick_trace_headers(spec.trace_headers)
+        trace_headers = None if spec.trace_headers is None else pick_trace_headers(spec.trace_headers)
         await trio.lowlevel.checkpoint()
         self._host.check_admission()
         blank = EngineCoreRequest(

@@ -21,10 +21,8 @@ def pick_trace_headers(headers: Any) -> Mapping[str, str] | None:
     What they say is not checked: a request whose trace headers are malformed begins a trace of its own.
 
     Raises:
-        InvalidRequestError: it is neither None nor a mapping of texts.
+        InvalidRequestError: it is no mapping of texts.
     """
-    if headers is None:
-        return None
     if not isinstance(headers, Mapping) or not all(
         isinstance(name, str) and isinstance(value, str) for name, value in headers.items()
     ):
