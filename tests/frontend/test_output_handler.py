@@ -48,8 +48,8 @@ class HandlerSetUp:
         self.engine.monitor.is_ready = True
         recorder = StatisticsRecorder([])
         self.requests = RequestRegistry([self.engine], recorder, AdmissionLedger(AdmissionLimits()))
-        self.engine.listeners = [self, self.requests]
-        self.handler = OutputHandler(self.engine, self.requests, recorder, KVEventHub())
+        self.engine.listeners = [self, self.requests.recovery]
+        self.handler = OutputHandler(self.engine, self.requests, recorder, KVEventHub(), 128)
         table = Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table
         self.requests.processor = OutputProcessor(table)
         self._step = 0
@@ -236,10 +236,7 @@ async def test_a_gap_in_one_request_kills_the_engine(up: HandlerSetUp) -> None:
         await request.collector.receive()
 
 
-async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_messages(
-    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trio_llm.frontend.output_handler._SLICE_ROWS", 1)
+async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_messages(nursery: trio.Nursery) -> None:
     cores = [ScriptedCore(index) for index in range(2)]
     engines = [Engine(index, core, EngineConfig()) for index, core in enumerate(cores)]
     recorder = StatisticsRecorder([], num_engines=2)
@@ -251,7 +248,7 @@ async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_message
         for step in range(2):
             rows = [a_row(f"r-{i}", step, 65) for i in range(index, 6, 2)]
             core.say(EngineCoreOutputs(1, step + 1, 0.0, rows, engine_index=index, weight_version=f"of {index}"))
-        nursery.start_soon(OutputHandler(engines[index], registry, recorder, KVEventHub(2)).run)
+        nursery.start_soon(OutputHandler(engines[index], registry, recorder, KVEventHub(2), 1).run)
     await wait_all_tasks_blocked()
 
     versions = {(request.engine_index, request.state.weight_version) for request in requests}

@@ -12,8 +12,10 @@ from typing import Protocol
 
 import trio
 
+from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import (
     InputProcessor,
@@ -34,6 +36,7 @@ from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import PoolingOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
+from trio_llm.tokenization import PLAIN, TokenizationParams
 from trio_llm.wire.messages import EngineCoreRequest
 
 __all__ = ["RequestCalls", "RequestSpec", "RequestSubmitter", "SubmitterHost"]
@@ -49,6 +52,14 @@ class RequestSpec:
     """The kind of parameters that suits what is asked for."""
     priority: int = 0
     cache_salt: str | None = None
+    routing: Routing = ANYWHERE
+    tokenization: TokenizationParams = PLAIN
+
+    @property
+    def room(self) -> int:
+        """Tokens that the context needs at least for what comes after the prompt."""
+        return (self.params.max_tokens or 1) if isinstance(self.params, SamplingParams) else 0
+
     arrival_time_s: float | None = None
     """When the request arrived, in seconds since 1970; None: now."""
     trace_headers: Mapping[str, str] | None = None
@@ -56,6 +67,8 @@ class RequestSpec:
 
 class SubmitterHost(Protocol):
     """What the submitter needs of the client that it submits for."""
+
+    config: EngineConfig
 
     @property
     def renderer(self) -> Renderer: ...
@@ -112,10 +125,8 @@ class RequestSubmitter:
                 refused.
         """
         arrived_s = trio.current_time() - find_age_s(spec.arrival_time_s)
-        check_request_id(spec.external_id)
-        _check_kind(spec)
-        trace_headers = None if spec.trace_headers is None else pick_trace_headers(spec.trace_headers)
-        token_ids, bad_words = await self._render(prompt, spec.params)
+        self._check_spec(spec)
+        token_ids, bad_words = await self._render(prompt, spec)
         await trio.lowlevel.checkpoint()
         # The engine may have died while the text became tokens. From here on nothing waits: a request is either
         # registered and queued for sending, or nothing of it is left. `submit` asks whether the load permits it.
@@ -129,44 +140,64 @@ class RequestSubmitter:
             deadline_s=seconds_left(),
             bad_words_token_ids=bad_words,
         )
-        report = self._make_report(request, spec, arrived_s, trace_headers)
-        in_flight = self.registry.submit(request, report)
-        self.observers.on_arrival(report, request, prompt if isinstance(prompt, str) else None)
+        text = prompt if isinstance(prompt, str) else None
+        report = self._make_report(request, spec, arrived_s)
+        in_flight = self.registry.submit(request, report, spec.routing)
+        in_flight.collector.prompt = text
+        self.observers.on_arrival(report, request, text)
         return in_flight
 
-    def _make_report(
-        self, request: EngineCoreRequest, spec: RequestSpec, arrived_s: float, trace_headers: Mapping[str, str] | None
-    ) -> RequestReport:
+    def _make_report(self, request: EngineCoreRequest, spec: RequestSpec, arrived_s: float) -> RequestReport:
+        """
+        Raises:
+            InvalidRequestError: its trace headers are no headers.
+        """
         return RequestReport(
             external_id=spec.external_id,
             params=request.pooling_params or request.params,
             arrived_s=arrived_s,
-            trace_headers=trace_headers,
+            trace_headers=None if spec.trace_headers is None else pick_trace_headers(spec.trace_headers),
             on_end=self.observers.on_end,
         )
 
-    async def _render(
-        self, prompt: str | list[int], params: SamplingParams | PoolingParams
-    ) -> tuple[list[int], list[list[int]]]:
+    def _check_spec(self, spec: RequestSpec) -> None:
+        """
+        Raises:
+            InvalidRequestError: something is wrong that has nothing to do with the loaded model.
+        """
+        check_request_id(spec.external_id)
+        _check_kind(spec)
+        self.registry.check_routing(spec.routing)
+        check_priority(spec.priority)
+        if spec.priority != 0 and self._host.config.scheduling_policy != "priority":
+            raise InvalidRequestError(
+                f"priority is {spec.priority}, but this engine serves requests in the order in which they come; leave "
+                "priority out, or start the engine with --scheduling-policy priority",
+                "priority",
+            )
+
+    async def _render(self, prompt: str | list[int], spec: RequestSpec) -> tuple[list[int], list[list[int]]]:
         """The tokens of the prompt and of `bad_words`. Nothing is rendered for a request that is refused now anyway."""
-        words = params.bad_words if isinstance(params, SamplingParams) else ()
-        if not isinstance(prompt, str) and not words:
+        words = spec.params.bad_words if isinstance(spec.params, SamplingParams) else ()
+        if not isinstance(prompt, str) and not words and not spec.tokenization.may_cut:
             return prompt, []
         self._host.check_admission()
         renderer = self._host.renderer
-        token_ids = await renderer.render_prompt(prompt) if isinstance(prompt, str) else prompt
+        token_ids = await renderer.render_prompt(prompt, spec.tokenization, room=spec.room)
         return token_ids, await renderer.render_bad_words(words) if words else []
 
     async def _admit_session(self, inputs: AsyncIterable[StreamingInput], spec: RequestSpec) -> InFlightRequest:
         """Register a session, whose inputs are read in the nursery. Cancellation and errors: as `_admit`."""
         arrived_s = trio.current_time() - find_age_s(spec.arrival_time_s)
-        check_request_id(spec.external_id)
-        _check_kind(spec)
+        self._check_spec(spec)
         assert isinstance(spec.params, SamplingParams)
-        check_priority(spec.priority)
         check_cache_salt(spec.cache_salt)
         check_session_params(spec.params)
-        trace_headers = None if spec.trace_headers is None else pick_trace_headers(spec.trace_headers)
+        if spec.tokenization != PLAIN:
+            raise InvalidRequestError(
+                "tokenization cannot be set when the prompt is an iterable of inputs; give them as token ids",
+                "tokenization",
+            )
         await trio.lowlevel.checkpoint()
         self._host.check_admission()
         blank = EngineCoreRequest(
@@ -177,11 +208,12 @@ class RequestSubmitter:
             resumable=True,
             cache_salt=spec.cache_salt,
         )
-        report = self._make_report(blank, spec, arrived_s, trace_headers)
+        report = self._make_report(blank, spec, arrived_s)
         session = Session(
             inputs,
             blank,
             report=report,
+            routing=spec.routing,
             renderer=self._host.renderer,
             input_processor=self._host.input_processor,
             registry=self.registry,
@@ -210,7 +242,7 @@ class RequestCalls:
 
     _submitter: RequestSubmitter
 
-    def generate(
+    def generate(  # noqa: PLR0913 - as `EngineClient.generate`
         self,
         prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
@@ -218,6 +250,9 @@ class RequestCalls:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        tokenization: TokenizationParams | None = None,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> GenerateStream:
@@ -226,18 +261,23 @@ class RequestCalls:
             params=params if params is not None else SamplingParams(),
             priority=priority,
             cache_salt=cache_salt,
+            routing=Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
+            tokenization=PLAIN if tokenization is None else tokenization,
             arrival_time_s=arrival_time,
             trace_headers=trace_headers,
         )
         return self._submitter.open_stream(prompt, spec)
 
-    async def encode(
+    async def encode(  # noqa: PLR0913 - as `EngineClient.encode`
         self,
         prompt: str | list[int],
         params: PoolingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        tokenization: TokenizationParams | None = None,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
@@ -246,6 +286,8 @@ class RequestCalls:
             params=params if params is not None else PoolingParams(),
             kind=PoolingParams,
             priority=priority,
+            routing=Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
+            tokenization=PLAIN if tokenization is None else tokenization,
             arrival_time_s=arrival_time,
             trace_headers=trace_headers,
         )
@@ -270,7 +312,11 @@ class RequestCalls:
 def _check_kind(spec: RequestSpec) -> None:
     """
     Raises:
-        InvalidRequestError: an answer was asked for with the parameters of a vector, or the other way round.
+        InvalidRequestError: an answer was asked for with the parameters of a vector, or the other way round; or the
+            tokenization is of no use.
     """
     if not isinstance(spec.params, spec.kind):
         raise InvalidRequestError(f"params must be {spec.kind.__name__}, not {type(spec.params).__name__}", "params")
+    if not isinstance(spec.tokenization, TokenizationParams):
+        kind = type(spec.tokenization).__name__
+        raise InvalidRequestError(f"tokenization must be TokenizationParams, not {kind}", "tokenization")
