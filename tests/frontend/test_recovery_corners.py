@@ -138,8 +138,8 @@ async def test_an_engine_may_take_long_to_be_brought_to_where_the_dead_one_was(
         await llm.update_weights("/tmp", version="2")
         remember = llm._remember
 
-        def take_long_to_read_weights(rank: int, message: ToEngine) -> None:
-            remember(rank, message)
+        def take_long_to_read_weights(message: ToEngine) -> None:
+            remember(message)
             if isinstance(message, UtilityCall) and message.method == "update_weights":
                 llm.stall()
 

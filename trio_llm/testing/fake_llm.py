@@ -228,17 +228,20 @@ class FakeLLM(AsyncLLM):
         core = InMemoryCoreClient(
             self._executors[index], config, step_s=self._step_s, epoch=epoch, engine_index=config.first_rank + index
         )
-        core.on_sent = partial(self._remember, config.first_rank + index)
+        core.on_sent = self._remember
         self._fake_cores[index] = core
         return core
 
-    def _remember(self, rank: int, message: ToEngine) -> None:
-        if isinstance(message, EngineCoreRequest) and (known := self._requests.get(message.request_id)):
-            known.rank = rank
-        elif isinstance(message, EngineCoreRequest):
+    def _remember(self, message: ToEngine) -> None:
+        if isinstance(message, EngineCoreRequest):
+            in_flight = self._registry.in_flight[message.request_id]
+            rank = self._engines[in_flight.engine_index].rank
+            if known := self._requests.get(message.request_id):
+                known.rank = rank
+                return
             prompt = message.prompt_token_ids
             self._requests[message.request_id] = FakeRequest(
-                request_id=self._registry.in_flight[message.request_id].state.external_id,
+                request_id=in_flight.state.external_id,
                 prompt=read_text(prompt),
                 token_ids=prompt,
                 params=message.params,

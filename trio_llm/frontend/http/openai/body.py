@@ -128,7 +128,7 @@ class ModelRequest(RequestBody):
     timeout: Annotated[float | None, bounded(above=0, most=DAY_S)] = None
     # It becomes a header of the answer. The `$` of ECMA-262 and of pydantic stands for the very end.
     request_id: Annotated[str | None, Field(pattern="^[A-Za-z0-9_.:/+=@-]{1,128}$")] = None
-    data_parallel_rank: Annotated[WholeNumber | None, Field(ge=0, le=MAX_DATA_PARALLEL_SIZE - 1)] = None
+    data_parallel_rank: Annotated[WholeNumber | None, bounded(0, MAX_DATA_PARALLEL_SIZE - 1)] = None
     session_id: Annotated[str | None, Field(min_length=1, max_length=MAX_SESSION_ID_CHARS)] = None
     priority: Annotated[WholeNumber | None, bounded(INT64_MIN, INT64_MAX)] = None
     add_special_tokens: bool | None = None
@@ -139,6 +139,9 @@ class ModelRequest(RequestBody):
         """As its base, and for values that pydantic does not judge."""
         if self.priority is not None:
             check_priority(self.priority)
+        if self.data_parallel_rank is not None and not 0 <= self.data_parallel_rank < MAX_DATA_PARALLEL_SIZE:
+            most = MAX_DATA_PARALLEL_SIZE - 1
+            raise InvalidRequestError(f"data_parallel_rank must be from 0 to {most}", "data_parallel_rank")
         _ = self.tokenization
 
     @property
