@@ -77,7 +77,9 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._totals = Totals(**numbers)
         self._recorder = StatisticsRecorder([self._totals, *stat_loggers], **numbers)
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
-        self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=Balancer.of(config))
+        self._registry = RequestRegistry(
+            self._engines, self._recorder, ledger, balancer=Balancer.of(config, num_engines=len(cores))
+        )
         self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = self._group.control
         self._kv_events = KVEventHub(len(cores))
