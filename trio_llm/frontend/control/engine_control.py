@@ -10,6 +10,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -20,19 +21,26 @@ from trio_llm.frontend.control.bring_back import bring_back
 from trio_llm.frontend.control.engine import Engine, find_alive
 from trio_llm.frontend.control.state import ControlState
 from trio_llm.frontend.run_in_order import run_in_order
-from trio_llm.wire.messages import PlainValue
+from trio_llm.wire.messages import PlainValue, UtilityValue
 
 __all__ = ["Answer", "EngineControl", "MakeCall"]
 
 logger = logging.getLogger(__name__)
 
-Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
+Answer = UtilityValue
 MakeCall = Callable[[str, tuple[PlainValue, ...]], Awaitable[list[Answer]]]
 """Makes one control call, of a method with arguments, on all engines, and keeps the states that they are in then."""
 
-_CHANGES_STATE: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights"})
+_CHANGES_STATE: Final = frozenset(
+    {"sleep", "wake_up", "pause", "resume", "update_weights"}
+    | {"init_weight_transfer_engine", "start_weight_update", "stage_weights"}
+    | {"prepare_weight_update", "finish_weight_update"}
+)
 """Methods that answer with the state that they leave."""
-_MAY_BE_SILENT: Final = frozenset({"sleep", "wake_up", "update_weights", "start_profile", "stop_profile"})
+_MAY_BE_SILENT: Final = frozenset(
+    {"sleep", "wake_up", "update_weights", "start_profile", "stop_profile"}
+    | {"stage_weights", "prepare_weight_update", "finish_weight_update"}
+)
 """Methods that may move or read weights, or write a trace: the engine may be silent for as long as a start takes. All
 others are answered at once, or while steps go on, so that an engine which hangs in one of them is found as ever."""
 _DESCRIBE: Final = "control_state"
@@ -211,8 +219,13 @@ class EngineControl:
             raise fresh(job.error)
         return job.answers
 
-    async def ask(self, method: str, *args: PlainValue) -> list[Answer]:
+    async def ask(
+        self, method: str, *args: PlainValue, kwargs: Mapping[str, PlainValue] = MappingProxyType({})
+    ) -> list[Answer]:
         """As `call`, for a method that changes nothing: it does not wait for the calls before it.
+
+        Args:
+            kwargs: arguments by name.
 
         Cancellation: the answers are dropped.
         """
@@ -220,7 +233,7 @@ class EngineControl:
 
         async def call(engine: Engine) -> Answer | TrioLLMError:
             try:
-                return await engine.utilities.call(method, *args)
+                return await engine.utilities.call(method, *args, kwargs=kwargs)
             except EngineDeadError as error:
                 return error
 

@@ -16,7 +16,6 @@ __all__ = ["REPLAYED", "ControlState"]
 REPLAYED = 0
 """The call id of replayed calls: no caller waits for their answers."""
 
-
 _Call = tuple[str, list[PlainValue]]
 """A method, and its arguments."""
 
@@ -32,6 +31,12 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
     weight_version: str = "default"
     weights_path: str | None = None
     """Directory of the weights of the last update; None: those that the engine was started with."""
+    weights_files: tuple[str, ...] = ()
+    """If they came in several files: each one's checksum, two spaces, and its name in that directory."""
+    transfer_directory: str | None = None
+    """Directory of the files of updates to come; None: not said yet."""
+    update_files: tuple[str, ...] | None = None
+    """Files of the update that is open, in the same form; None: none is."""
 
     @property
     def is_asleep(self) -> bool:
@@ -51,9 +56,12 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
 
     def replay(self) -> list[UtilityCall]:
         """The calls that bring a new engine into this state. To be sent before any request."""
-        calls = self._sleep_again() + self._pause()
+        calls: list[_Call] = []
         if self.weights_path is not None:
-            calls.insert(0, ("update_weights", [self.weights_path, self.weight_version]))
+            calls.append(self._take_weights(self.weights_path))
+        if self.transfer_directory is not None:
+            calls.append(self._open_transfer())
+        calls += self._sleep_again() + self._pause()
         return [UtilityCall(REPLAYED, method, args) for method, args in calls]
 
     def calls_from(self, other: ControlState, *, first_weights: str) -> list[_Call]:
@@ -63,16 +71,32 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
             first_weights: directory of the weights that the engine was started with.
         """
         calls: list[_Call] = []
-        has_other_weights = (self.weights_path, self.weight_version) != (other.weights_path, other.weight_version)
+        has_other_weights = self._weights != other._weights
         if has_other_weights or self._sleep_again() != other._sleep_again():
             if other.is_asleep:
                 calls.append(("wake_up", []))
             if has_other_weights:
-                calls.append(("update_weights", [self.weights_path or first_weights, self.weight_version]))
+                calls.append(self._take_weights(self.weights_path or first_weights))
             calls += self._sleep_again()
+        if has_other_weights or self._open_transfer() != other._open_transfer():
+            calls.append(self._open_transfer())
         if self.pause != other.pause:
             calls += self._pause() or [("resume", [])]
         return calls
+
+    @property
+    def _weights(self) -> tuple[str | None, tuple[str, ...], str]:
+        return self.weights_path, self.weights_files, self.weight_version
+
+    def _take_weights(self, path: str) -> _Call:
+        if self.weights_files:
+            return ("restore_weights", [path, self.weight_version, *self.weights_files])
+        return ("update_weights", [path, self.weight_version])
+
+    def _open_transfer(self) -> _Call:
+        """To come after weights, which end an update that is open."""
+        is_open = self.update_files is not None
+        return ("restore_weight_update", [self.transfer_directory, is_open, *(self.update_files or ())])
 
     def _sleep_again(self) -> list[_Call]:
         """From awake."""
