@@ -42,6 +42,7 @@ from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
+from trio_llm.frontend.tracing.observers import open_observers
 from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["AsyncLLM"]
@@ -56,8 +57,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     Args:
         cores: the ways to the engines, at least one; all run the same model.
-        make_call: as `EngineGroup`.
-        load_of_others: what other front ends of these engines have; None: there are none.
+        make_call, load_of_others: as `EngineGroup` and `AdmissionLedger`, for one of several front ends.
     """
 
     def __init__(
@@ -80,14 +80,14 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection, others=load_of_others)
         balancer = Balancer.of(config, num_engines=len(cores))
         self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=balancer)
-        self._submitter = RequestSubmitter(self, self._registry)
+        self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = self._group.control
         self._kv_events = KVEventHub(len(cores))
         self._model: LoadedModel | None = None
         self._settled = trio.Event()
         """The model is loaded, or all engines are dead."""
         # The order in which they hear of an engine: requests are sent when all else is up to date.
-        self._group.listen(self._recorder, self, self._kv_events, self._registry.recovery)
+        self._group.listen(self._recorder, self._submitter.observers, self, self._kv_events, self._registry.recovery)
         for engine in self._engines:
             engine.count_unanswered = partial(self._registry.num_expected, engine.index)
 

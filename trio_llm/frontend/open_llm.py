@@ -39,10 +39,11 @@ async def open_llm(
         stat_loggers: get the statistics, in the output handler's task.
         keep_alive_on_engine_death: tells servers to go on answering when the engine is gone.
 
-    Cancellation: leaving the block, by any way, stops the engine processes; this takes up to about four seconds.
+    Cancellation: leaving the block, by any way, stops the engine processes; this takes up to about four seconds,
+        and three more if traces are sent and their collector does not answer.
 
     Raises:
-        ConfigError: `config` is no model directory.
+        ConfigError: `config` is no model directory, or traces are asked for without OpenTelemetry.
         EngineStartupError: an engine ended before it was ready (only with `wait_until_ready`).
     """
     if not isinstance(config, EngineConfig):
@@ -87,13 +88,16 @@ async def open_llm_over(
 async def open_tasks(llm: AsyncLLM, *, wait_until_ready: bool = True) -> AsyncIterator[None]:
     """Own the tasks of a new `llm` while the block lasts; the rest of what `open_llm` does. Raises as it does."""
     with unwrap_single():
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(llm._run, nursery)
-            try:
-                if wait_until_ready:
-                    await llm.wait_until_ready()
-                yield
-            finally:
-                # Readers in nurseries outside this block must not wait for ever.
-                llm._close()
-                nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(llm._run, nursery)
+                try:
+                    if wait_until_ready:
+                        await llm.wait_until_ready()
+                    yield
+                finally:
+                    # Readers in nurseries outside this block must not wait for ever.
+                    llm._close()
+                    nursery.cancel_scope.cancel()
+        finally:
+            await llm._submitter.observers.aclose()
