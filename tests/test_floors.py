@@ -124,7 +124,8 @@ _FLOORS: Final = {
     ),
     "wire": 1,
     **dict.fromkeys(("frontend", "engine"), 2),
-    **dict.fromkeys(("client", "testing", "cli"), 3),
+    **dict.fromkeys(("client", "testing", "supervisor"), 3),
+    "cli": 4,
 }
 _SUB_ROOMS: Final = {
     "trio_llm.frontend": (
@@ -132,6 +133,7 @@ _SUB_ROOMS: Final = {
         ("run_in_order",),
         ("rendering", "control", "requests.output"),
         ("statistics", "kv_events", "control_client"),
+        ("tracing",),
         ("requests",),
         ("engine_client", "loaded_model", "output_handler"),
         ("library", "http.answers"),
@@ -140,12 +142,12 @@ _SUB_ROOMS: Final = {
     ),
     "trio_llm.engine": (
         ("device", "ops", "transfer"),
-        ("engine_state", "link", "outbox", "scheduling"),
-        ("request_checks", "models", "sampling.logits_processors"),
+        ("engine_state", "link", "scheduling"),
+        ("outbox", "request_checks", "models", "sampling.logits_processors"),
         ("sampling", "worker"),
         ("executor",),
         ("weight_transfer",),
-        ("control_calls", "step_pipeline"),
+        ("clients", "control_calls", "step_pipeline"),
         ("core",),
         ("loop",),
         ("process",),

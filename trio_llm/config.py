@@ -9,14 +9,26 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Literal, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 
 from trio_llm.errors import ConfigError
 
-__all__ = ["DType", "Device", "EngineConfig", "FakeEngineConfig", "SchedulingPolicy", "ServerConfig", "cache_dir"]
+__all__ = [
+    "EMBEDDED_MODEL_NAME",
+    "DType",
+    "Device",
+    "EngineConfig",
+    "FakeEngineConfig",
+    "SchedulingPolicy",
+    "ServerConfig",
+    "cache_dir",
+    "default_model_name",
+    "traces_endpoint",
+]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
@@ -27,6 +39,8 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 MIN_STALL_TIMEOUT_S = 2.0
+MAX_API_SERVERS = 64
+EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 MAX_DATA_PARALLEL_SIZE = 1024
 DAY_S = 24 * 60 * 60
 """The longest time that can be set: usual ones are minutes, and the kernel's timers overflow at some point."""
@@ -133,6 +147,13 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """With several engines: prefer one that has computed the beginning of a prompt. Not without prefix caching."""
     profile_dir: str | None = None
     """Folder for traces of the torch profiler; None: it cannot be started."""
+    enable_log_requests: bool = False
+    """Log each request also when it arrives, with its parameters; at level DEBUG with its prompt, too."""
+    max_log_len: int | None = None
+    """Characters of text, and ids of tokens, that the log shows of a prompt; None: all."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes traces as OTLP over HTTP; None: as
+    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` says, and if it is not set, no traces. See `traces_endpoint`."""
     fake: FakeEngineConfig | None = None
 
     @property
@@ -171,6 +192,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.profile_dir == "":
             raise ConfigError("--profile-dir must not be empty")
+        _check_positive("--max-log-len", self.max_log_len, zero=True)
+        if self.otlp_traces_endpoint is not None:
+            _check_url("--otlp-traces-endpoint", self.otlp_traces_endpoint)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"--max-num-seqs ({self.max_num_seqs}) must not be above "
@@ -220,6 +244,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that running requests get after SIGTERM."""
     keep_alive_on_engine_death: bool = False
     """Keep answering, with errors, when the engine is gone, instead of ending."""
+    api_server_count: int = 1
+    """Front-end processes that share the address and the engines; above 1, a supervisor owns them all."""
     max_body_bytes: int = 16 * MIB
     body_timeout_s: float = 60.0
     """Seconds a client has to send its request body."""
@@ -248,12 +274,52 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.weights_root is not None and not (self.weights_root and Path(self.weights_root).is_dir()):
             raise ConfigError(f"--weights-root {self.weights_root!r} is not a directory; give one that exists")
         _check_seconds("--drain-timeout", self.drain_timeout_s, zero=True)
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ConfigError(f"--api-server-count must be from 1 to {MAX_API_SERVERS}, not {self.api_server_count}")
         _check_positive("--max-body-bytes", self.max_body_bytes)
         _check_seconds("--body-timeout", self.body_timeout_s)
         if not all(self.served_model_names):
             raise ConfigError("--served-model-name must not be empty")
         _check_seconds("--sse-keep-alive-interval", self.sse_keep_alive_interval_s)
         _check_positive("max_connections", self.max_connections)
+
+
+def default_model_name(config: EngineConfig) -> str:
+    """The name under which a model is served unless the operator chooses one: that of its directory."""
+    if config.model is None:
+        return EMBEDDED_MODEL_NAME
+    return PurePath(config.model).name or config.model
+
+
+def traces_endpoint(config: EngineConfig) -> str | None:
+    """The URL that traces are sent to; a URL without a path gets `/v1/traces`. None: no traces are recorded.
+
+    Raises:
+        ConfigError: what the environment says is no URL; the message names the variable.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    url = config.otlp_traces_endpoint
+    if url is None:
+        url = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()
+        if not url:
+            return None
+        _check_url("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", url)
+    parts = urlsplit(url)
+    return parts._replace(path="/v1/traces").geturl() if parts.path in ("", "/") else url
+
+
+def _check_url(flag: str, url: str) -> None:
+    """The URL is not shown: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(
+            f"{flag} must be a URL such as http://127.0.0.1:4318/v1/traces; traces are sent as OTLP over HTTP, not gRPC"
+        )
 
 
 def _is_loopback(host: str) -> bool:

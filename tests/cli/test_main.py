@@ -113,7 +113,8 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         "--on-engine-death exit --max-engine-restarts 0 --stall-timeout 9.5 "
         "--data-parallel-size 4 --data-parallel-rank 2 --data-parallel-external-lb --disable-prefix-affinity "
         "--drain-timeout 5 --keep-alive-on-engine-death --max-body-bytes 1M --body-timeout 7 "
-        "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats"
+        "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats "
+        "--enable-log-requests --max-log-len 1k --otlp-traces-endpoint http://127.0.0.1:4318"
     )
 
     assert run(line.split()) == 0
@@ -139,6 +140,9 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         data_parallel_external_lb=True,
         enable_prefix_affinity=False,
         stall_timeout_s=9.5,
+        enable_log_requests=True,
+        max_log_len=1000,
+        otlp_traces_endpoint="http://127.0.0.1:4318",
     )
     server = ServerConfig(
         host="0.0.0.0",
@@ -181,6 +185,7 @@ def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) 
         ("serve --max-num-seqs 64 --max-num-batched-tokens 8", 1, "--max-num-batched-tokens"),
         ("serve --run-ahead 2", 1, "--run-ahead must be 0 or 1, not 2"),
         ("serve --host 0.0.0.0", 1, "--allow-unauthenticated"),
+        ("serve --otlp-traces-endpoint grpc://127.0.0.1:4317", 1, "--otlp-traces-endpoint must be a URL such as http:"),
         ("serve --drain-timeout -1", 1, "--drain-timeout"),
         ("serve --drain-timeout soon", 2, "--drain-timeout: 'soon' is not a number; write it like"),
         ("serve --port abc", 2, "--port: 'abc' is not a port; write a number"),

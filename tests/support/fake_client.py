@@ -6,7 +6,7 @@ Used by the tests of the HTTP server. It has the contract of the real one as far
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
@@ -234,6 +234,8 @@ class FakeClient(EngineClient):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> _FakeStream:
         assert isinstance(prompt, str | list), "no route opens a session"
         script = self.scripts.pop(0) if self.scripts else self.script
@@ -257,6 +259,8 @@ class FakeClient(EngineClient):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         await trio.lowlevel.checkpoint()
         self.check_admission()

@@ -14,7 +14,7 @@ import msgspec
 import typer
 from typer.main import get_command
 
-from trio_llm.cli import chat_options, options, scaling_options
+from trio_llm.cli import chat_options, log_options, options, scaling_options
 from trio_llm.cli.output import checked_output
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import TrioLLMError
@@ -120,6 +120,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     allow_unauthenticated: options.AllowUnauthenticated = _SERVER.allow_unauthenticated,
+    api_server_count: options.APIServerCount = _SERVER.api_server_count,
     max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
     body_timeout_s: options.BodyTimeout = _SERVER.body_timeout_s,
     sse_keep_alive_interval_s: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
@@ -132,8 +133,11 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     dev_mode: options.DevMode = _SERVER.dev_mode,
     weights_root: options.WeightsRoot = _SERVER.weights_root,
     profile_dir: options.ProfileDir = _ENGINE.profile_dir,
-    log_level: options.LogLevel = "info",
-    disable_log_stats: options.DisableLogStats = False,
+    log_level: log_options.LogLevel = "info",
+    disable_log_stats: log_options.DisableLogStats = False,
+    enable_log_requests: log_options.EnableLogRequests = _ENGINE.enable_log_requests,
+    max_log_len: log_options.MaxLogLen = _ENGINE.max_log_len,
+    otlp_traces_endpoint: log_options.OTLPTracesEndpoint = _ENGINE.otlp_traces_endpoint,
 ) -> int:
     """Serve MODEL with an OpenAI-compatible API. The port answers at once; /health is 503 until the model is loaded."""
     given = locals()

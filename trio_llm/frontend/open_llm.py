@@ -20,7 +20,7 @@ from trio_llm.frontend.core_client.restarting import RestartingClient
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.statistics.stats import StatLogger
 
-__all__ = ["open_llm", "open_llm_over", "open_tasks"]
+__all__ = ["make_cores", "open_llm", "open_llm_over", "open_tasks"]
 
 
 @asynccontextmanager
@@ -39,18 +39,27 @@ async def open_llm(
         stat_loggers: get the statistics, in the output handler's task.
         keep_alive_on_engine_death: tells servers to go on answering when the engine is gone.
 
-    Cancellation: leaving the block, by any way, stops the engine processes; this takes up to about four seconds.
+    Cancellation: leaving the block, by any way, stops the engine processes; this takes up to about four seconds,
+        and three more if traces are sent and their collector does not answer.
 
     Raises:
-        ConfigError: `config` is no model directory.
+        ConfigError: `config` is no model directory, or traces are asked for without OpenTelemetry.
         EngineStartupError: an engine ended before it was ready (only with `wait_until_ready`).
     """
     if not isinstance(config, EngineConfig):
         config = EngineConfig(model=config)
-    cores = [_make_core(config, config.first_rank + index) for index in range(config.num_local_engines)]
-    llm = AsyncLLM(cores, config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
+    llm = AsyncLLM(make_cores(config), config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
     async with open_tasks(llm, wait_until_ready=wait_until_ready):
         yield llm
+
+
+def make_cores(config: EngineConfig) -> list[CoreClient]:
+    """The core clients of the engines that `config` asks for. Nothing is started yet.
+
+    Raises:
+        EngineStartupError: the sockets cannot be made.
+    """
+    return [_make_core(config, config.first_rank + index) for index in range(config.num_local_engines)]
 
 
 def _make_core(config: EngineConfig, rank: int) -> CoreClient:
@@ -79,13 +88,16 @@ async def open_llm_over(
 async def open_tasks(llm: AsyncLLM, *, wait_until_ready: bool = True) -> AsyncIterator[None]:
     """Own the tasks of a new `llm` while the block lasts; the rest of what `open_llm` does. Raises as it does."""
     with unwrap_single():
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(llm._run, nursery)
-            try:
-                if wait_until_ready:
-                    await llm.wait_until_ready()
-                yield
-            finally:
-                # Readers in nurseries outside this block must not wait for ever.
-                llm._close()
-                nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(llm._run, nursery)
+                try:
+                    if wait_until_ready:
+                        await llm.wait_until_ready()
+                    yield
+                finally:
+                    # Readers in nurseries outside this block must not wait for ever.
+                    llm._close()
+                    nursery.cancel_scope.cancel()
+        finally:
+            await llm._submitter.observers.aclose()

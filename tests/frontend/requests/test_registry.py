@@ -11,6 +11,7 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.reports import make_report
 from tests.support.scripted_core import ScriptedCore
 from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError, OverloadedError
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
@@ -80,12 +81,14 @@ class Traffic:
         request_id = f"{external_id}-{len(self.requests)}"
         params = SamplingParams(n=n, seed=1, max_tokens=100)
         message = EngineCoreRequest(request_id, [1, 2], params, deadline_s=deadline_s)
-        self.requests.append(self.registry.submit(message, external_id, 0.0, routing))
+        self.requests.append(self.registry.submit(message, make_report(external_id, params), routing))
         return self.requests[-1]
 
     def open_session(self) -> InFlightRequest:
         blank = EngineCoreRequest(f"s-{len(self.requests)}", [], SamplingParams(max_tokens=9, seed=1), resumable=True)
-        self.requests.append(self.registry.open_session(blank, "s", RequestOutputCollector(DELTA), 0.0))
+        self.requests.append(
+            self.registry.open_session(blank, RequestOutputCollector(DELTA), make_report("s", blank.params))
+        )
         return self.requests[-1]
 
     def send_input(self, session: InFlightRequest) -> None:
@@ -470,7 +473,7 @@ async def test_the_ranks_of_a_front_end_need_not_begin_with_0() -> None:
     registry.processor = OutputProcessor(TABLE)
     message = EngineCoreRequest("a", [1], SamplingParams(seed=1, max_tokens=3))
 
-    registry.submit(message, "a", 0.0, Routing(data_parallel_rank=7))
+    registry.submit(message, make_report("a"), Routing(data_parallel_rank=7))
 
     assert [len(engine.sent) for engine in engines] == [0, 1]
 

@@ -65,6 +65,8 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         routing=call.routing,
+        arrival_time_s=call.arrival_time_s,
+        trace_headers=call.trace_headers,
         timeout=call.timeout,
         contents=chat_contents(request, text, token_ids),
         param_names=param_names(request),
@@ -102,6 +104,8 @@ async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         routing=call.routing,
+        arrival_time_s=call.arrival_time_s,
+        trace_headers=call.trace_headers,
         timeout=call.timeout,
         contents=contents,
     )

@@ -116,6 +116,8 @@ async def _encode(
             priority=call.body.priority or 0,
             data_parallel_rank=call.routing.data_parallel_rank,
             session_id=call.routing.session_id,
+            arrival_time=call.arrival_time_s,
+            trace_headers=call.trace_headers,
         )
     except InvalidRequestError as error:
         raise in_client_names(error, {}, prompt=field) from None

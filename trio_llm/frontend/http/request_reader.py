@@ -6,6 +6,7 @@ Used by the router, which calls it once per request, and by the control routes.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -24,6 +25,7 @@ from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.server.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
 from trio_llm.frontend.requests.balancing import Routing
 from trio_llm.frontend.requests.input_processor import check_task
+from trio_llm.frontend.tracing.headers import TRACE_HEADERS
 from trio_llm.quoting import quote
 
 __all__ = ["ApiContext", "Call", "RequestReader"]
@@ -46,12 +48,13 @@ class Call(Generic[Asked]):
     request_id: str
     timeout: RequestTimeout
     routing: Routing
-    created: int
-    """Seconds since 1970."""
+    arrival_time_s: float
+    """Seconds since 1970, before the body was read."""
+    trace_headers: Mapping[str, str] | None
 
     def head(self, prefix: str) -> AnswerHead:
         """What the answer begins with. Its id is the prefix, a dash and the request's id."""
-        return AnswerHead(id=f"{prefix}-{self.request_id}", created=self.created, model=self.model)
+        return AnswerHead(id=f"{prefix}-{self.request_id}", created=int(self.arrival_time_s), model=self.model)
 
 
 class RequestReader:
@@ -81,7 +84,7 @@ class RequestReader:
             ModelNotFoundError: another model is asked for.
         """
         self._client.check_admission()
-        began_s = trio.current_time()
+        began_s, arrival_time_s = trio.current_time(), time.time()
         if task is not None:
             check_task(self._client.get_supported_tasks(), task)
         body = await self.read(http, model)
@@ -93,7 +96,8 @@ class RequestReader:
             request_id=str(state["client_request_id"] or body.request_id or state["request_id"]),
             timeout=timeout_of(http.headers.get(TIMEOUT_HEADER), body.timeout, began_s),
             routing=_routing_of(http, body),
-            created=int(time.time()),
+            arrival_time_s=arrival_time_s,
+            trace_headers=_trace_headers(http),
         )
 
     async def read(self, http: Request, model: type[Body]) -> Body:
@@ -133,6 +137,13 @@ class RequestReader:
         if asked and asked not in names:
             raise ModelNotFoundError(asked, names)
         return asked or names[0]
+
+
+def _trace_headers(http: Request) -> Mapping[str, str] | None:
+    if "traceparent" not in http.headers:
+        return None
+    # `tracestate` may be cut into several headers, which are one list.
+    return {name: ",".join(values) for name in TRACE_HEADERS if (values := http.headers.getlist(name))}
 
 
 def _routing_of(http: Request, body: ModelRequest) -> Routing:

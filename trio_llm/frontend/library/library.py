@@ -6,6 +6,7 @@ do without.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -156,6 +157,7 @@ class LibraryCalls(EngineClient):
         cache_salt: str | None = None,
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         **unknown: Never,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
@@ -164,13 +166,15 @@ class LibraryCalls(EngineClient):
 
         Args:
             messages, template_kwargs, add_generation_prompt, continue_final_message, tokenization: as `chat`.
-            request_id, priority, cache_salt, data_parallel_rank, session_id: as `EngineClient.generate`.
+            request_id, priority, cache_salt, data_parallel_rank, session_id, trace_headers: as
+                `EngineClient.generate`.
         """
         if unknown:
             raise make_keyword_error("stream_chat", "messages", unknown)
         request_id = make_external_id(request_id)
 
         async def render() -> RequestStream:
+            arrival_time = time.time()
             self.check_admission()  # before the costly part
             text = await self.renderer.render_chat(
                 _as_dicts(messages),
@@ -189,6 +193,8 @@ class LibraryCalls(EngineClient):
                 data_parallel_rank=data_parallel_rank,
                 session_id=session_id,
                 tokenization=(PLAIN if tokenization is None else tokenization).for_chat(),
+                arrival_time=arrival_time,
+                trace_headers=trace_headers,
             )
 
         return ChatStream(request_id, render)

@@ -206,7 +206,9 @@ class EngineRequests:
 
     def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
         """A request is over for its reader."""
-        self.recorder.request_finished(make_finished_stats(request, reason, trio.current_time()))
+        stats = make_finished_stats(request, reason, trio.current_time())
+        self.recorder.request_finished(stats)
+        request.report.end_choice(stats, request.collector.error)
 
     def finish_trial(self, request: InFlightRequest) -> None:
         """A suspect has got a token, or will get none. If it was on trial, the next one is sent."""

@@ -18,6 +18,7 @@ from trio_llm.frontend.requests.output.parallel_sampling import Family
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock
 from trio_llm.frontend.statistics.stats import FinishedRequestStats
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import EngineCoreRequest
 from trio_llm.wire.work import measure_work
@@ -32,6 +33,8 @@ class InFlightRequest:
     state: RequestState
     collector: RequestOutputCollector
     clock: RequestClock
+    report: RequestReport
+    """With n > 1 all choices share it, too."""
     engine_index: int = 0
     """The engine that computes it. All choices of an answer and all inputs of a session go to the same one, until that
     dies."""
@@ -71,8 +74,7 @@ def make_choices(
     request: EngineCoreRequest,
     children: Sequence[EngineCoreRequest],
     processor: OutputProcessor,
-    external_id: str,
-    arrived_s: float,
+    report: RequestReport,
     engine_index: int,
     routing: Routing,
 ) -> list[InFlightRequest]:
@@ -85,12 +87,14 @@ def make_choices(
     family = Family([child.request_id for child in children], kind) if len(children) > 1 else None
     is_repeated = len(children) < num_choices
     collector = RepeatingCollector(kind, num_choices) if is_repeated else RequestOutputCollector(kind)
+    report.num_open = len(children)
     now_s = trio.current_time()
     return [
         InFlightRequest(
-            processor.make_state(child, external_id, index=index, family=family),
+            processor.make_state(child, report.external_id, index=index, family=family),
             collector,
-            RequestClock(arrived_s),
+            RequestClock(report.arrived_s),
+            report,
             engine_index,
             routing,
             counted_from_s=now_s,

@@ -26,6 +26,7 @@ from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.requests.routing import EngineRouter, RequestRecovery
 from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.wire.messages import Continue, EngineCoreRequest
 
@@ -96,9 +97,7 @@ class RequestRegistry:
 
     # -------------------------------------------------------------------------------------- arriving
 
-    def submit(
-        self, request: EngineCoreRequest, external_id: str, arrived_s: float, routing: Routing = ANYWHERE
-    ) -> InFlightRequest:
+    def submit(self, request: EngineCoreRequest, report: RequestReport, routing: Routing = ANYWHERE) -> InFlightRequest:
         """Register a request, which may ask for several choices, and queue all of it for an engine or leave nothing.
 
         Returns:
@@ -113,7 +112,7 @@ class RequestRegistry:
         children = fan_out(request) if request.params.n > 1 else [request]
         self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
         engine_index = self._router.choose(routing, request.prompt_token_ids, request.cache_salt)
-        choices = make_choices(request, children, self.processor, external_id, arrived_s, engine_index, routing)
+        choices = make_choices(request, children, self.processor, report, engine_index, routing)
         for choice in choices:
             self.register(choice)
         try:
@@ -153,16 +152,16 @@ class RequestRegistry:
     def open_session(
         self,
         request: EngineCoreRequest,
-        external_id: str,
         collector: RequestOutputCollector,
-        arrived_s: float,
+        report: RequestReport,
         routing: Routing = ANYWHERE,
     ) -> InFlightRequest:
         """Register a session, which has no input yet. Nothing is sent."""
         assert self.processor is not None
-        state = self.processor.make_state(request, external_id)
+        state = self.processor.make_state(request, report.external_id)
         engine_index = self._router.choose(routing, [], request.cache_salt)
-        session = InFlightRequest(state, collector, RequestClock(arrived_s), engine_index, routing)
+        clock = RequestClock(report.arrived_s)
+        session = InFlightRequest(state, collector, clock, report, engine_index, routing)
         self.register(session)
         return session
 

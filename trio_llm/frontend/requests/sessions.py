@@ -21,6 +21,7 @@ from trio_llm.frontend.requests.collector import RequestOutputCollector, Unread
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.tokenization import PLAIN
@@ -148,7 +149,7 @@ class Session:
         inputs: AsyncIterable[StreamingInput],
         blank: EngineCoreRequest,
         *,
-        external_id: str,
+        report: RequestReport,
         routing: Routing,
         renderer: Renderer,
         input_processor: InputProcessor,
@@ -169,9 +170,7 @@ class Session:
         self._is_idle = True
         """No answer is under way."""
         self._is_draining = False
-        self.request: InFlightRequest = registry.open_session(
-            blank, external_id, self._collector, trio.current_time(), routing
-        )
+        self.request: InFlightRequest = registry.open_session(blank, self._collector, report, routing)
 
     async def run(self) -> None:
         """Feed the engine until the inputs or the session end. Errors go to the reader, or to the log if it has left.
@@ -270,7 +269,7 @@ class Session:
             self._collector.put(output)
 
     def _fail(self, error: Exception) -> None:
+        self._collector.put_error(error)  # first, so that the observers of requests learn why it ends
         was_over = self._registry.end_session(self.request, "error") is None
-        self._collector.put_error(error)
         if was_over:
             logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)

@@ -96,6 +96,9 @@ class Generation:
     priority: int = 0
     cache_salt: str | None = None
     routing: Routing = ANYWHERE
+    arrival_time_s: float | None = None
+    """Seconds since 1970."""
+    trace_headers: Mapping[str, str] | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     contents: AnswerContents = TEXT_ONLY
     param_names: Mapping[str, str] = field(default_factory=dict)
@@ -162,6 +165,8 @@ class Generation:
                     cache_salt=self.cache_salt,
                     data_parallel_rank=self.routing.data_parallel_rank,
                     session_id=self.routing.session_id,
+                    arrival_time=self.arrival_time_s,
+                    trace_headers=self.trace_headers,
                 )
                 try:
                     with self.timeout.within():  # its deadline also goes to the engine
