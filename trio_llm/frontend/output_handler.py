@@ -47,6 +47,7 @@ class OutputHandler:
     ) -> None:
         self._engine = engine
         self._registry = registry
+        self._requests = registry.engines[engine.index]
         self._recorder = recorder
         self._engine_recorder = recorder.engines[engine.index]
         self._kv_events = kv_events
@@ -81,6 +82,7 @@ class OutputHandler:
     async def _deliver_outputs(self, message: EngineCoreOutputs) -> None:
         if message.stats is not None:
             self._engine_recorder.scheduler(message.stats)
+            self._requests.others_work = message.stats.num_tokens_of_others
         if message.kv_events:
             self._kv_events.put(message)
         if message.outputs:
