@@ -112,6 +112,23 @@ async def test_each_front_end_answers_with_the_same_tokens(front: Front) -> None
     assert texts == texts[:1] * NUM_FRONT_ENDS
 
 
+async def test_connections_are_shared_out(front: Front) -> None:
+    owners: list[int] = []
+
+    async def connect() -> None:
+        async with httpx.AsyncClient(base_url=front.server.url, timeout=60) as client:
+            await client.get("/version")
+            owners.append(front.owner(client))
+            await wait_until(lambda: len(owners) == 40)  # all are open at the same time
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(40):
+            nursery.start_soon(connect)
+
+    counts = [owners.count(pid) for pid in front.pids]
+    assert min(counts) >= 10, counts
+
+
 async def test_a_front_end_that_is_killed_costs_only_its_own_streams_and_is_back(front: Front) -> None:
     first, second = front.pids
     texts: list[str] = []

@@ -60,8 +60,8 @@ async def _serve_supervisor(end: socket.socket) -> None:
         return  # the supervisor has gone already
     logging.basicConfig(level=boot.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("trio_llm.hypercorn").setLevel(logging.WARNING)
-    listeners = Listeners(tuple(socket.socket(fileno=fd) for fd in boot.listener_fds))
     with SharedLoad(boot.load_fd, boot.client_index - 1) as load:
+        listeners = Listeners(tuple(socket.socket(fileno=fd) for fd in boot.listener_fds), load.turns)
         await run_front_end(channel, boot, listeners, load)
 
 
