@@ -150,7 +150,7 @@ class Supervisor:
 
     async def _keep(self, front_end: FrontEndProcess, nursery: trio.Nursery) -> None:
         """Run a front end, and start it again when it dies, until it has drained or the engines are dead."""
-        policy = RestartPolicy(MAX_FRONT_END_RESTARTS)
+        policy = RestartPolicy(MAX_FRONT_END_RESTARTS, is_first_at_once=True)
         while True:
             try:
                 reason = await front_end.run(partial(self._greet, front_end))
