@@ -132,6 +132,7 @@ _SUB_ROOMS: Final = {
         ("run_in_order",),
         ("rendering", "control", "requests.output"),
         ("statistics", "kv_events", "control_client"),
+        ("tracing",),
         ("requests",),
         ("engine_client", "loaded_model", "output_handler"),
         ("library", "http.answers"),

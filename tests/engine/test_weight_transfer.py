@@ -227,6 +227,19 @@ def test_a_new_incarnation_goes_on_with_an_update_that_is_open(tmp_path: Path) -
     assert tokens(old) == tokens(new) != undisturbed(LONG)
 
 
+def test_an_engine_can_be_brought_back_to_before_an_update(tmp_path: Path) -> None:
+    one, two = parts(tmp_path, 1, 2)
+    engine = an_open_engine(tmp_path, one)
+    before = engine.ask("control_state")
+    engine.ask("stage_weights", two)
+
+    assert engine.ask("restore_weight_update", str(tmp_path), True, *before["update_files"]) == before
+    executor: Any = engine.core._executor
+    assert len(executor._staged._by_checksum) == 1
+    assert engine.ask("restore_weight_update", None, False) == an_engine().ask("control_state")
+    assert not executor._staged._by_checksum
+
+
 @pytest.mark.parametrize(
     "data",
     [b"", b"\x02", b"\xff" * 8, b"\x02" + b"\0" * 7 + b"[]", b"\x02" + b"\0" * 7 + b"{", b"\x09" + b"\0" * 7 + b"{}"],

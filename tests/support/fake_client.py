@@ -6,7 +6,7 @@ Used by the tests of the HTTP server. It has the contract of the real one as far
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
@@ -20,6 +20,7 @@ from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.frontend.text.detokenizer import TokenTable
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, PoolingOutput, RequestOutput, TokenLogprobs
@@ -147,6 +148,7 @@ class Asked:
     params: SamplingParams
     cache_salt: str | None = None
     priority: int = 0
+    routing: Routing = ANYWHERE
     left: trio.Event = field(default_factory=trio.Event)
     """The block of the stream was left."""
     was_finished: bool = False
@@ -165,6 +167,7 @@ class Pooled:
     prompt: str | list[int]
     params: PoolingParams
     priority: int = 0
+    routing: Routing = ANYWHERE
 
 
 class FakeClient(EngineClient):
@@ -228,11 +231,22 @@ class FakeClient(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> _FakeStream:
         assert isinstance(prompt, str | list), "no route opens a session"
         script = self.scripts.pop(0) if self.scripts else self.script
-        asked = Asked(request_id or "made-up", prompt, params or SamplingParams(), cache_salt, priority)
+        asked = Asked(
+            request_id or "made-up",
+            prompt,
+            params or SamplingParams(),
+            cache_salt,
+            priority,
+            Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
+        )
         return _FakeStream(self, asked, script)
 
     async def encode(
@@ -242,14 +256,19 @@ class FakeClient(EngineClient):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         await trio.lowlevel.checkpoint()
         self.check_admission()
         assert isinstance(prompt, list), "routes render"
         if not prompt:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
-        self.pooled.append(Pooled(request_id or "made-up", prompt, params or PoolingParams(), priority))
+        routing = Routing(data_parallel_rank=data_parallel_rank, session_id=session_id)
+        self.pooled.append(Pooled(request_id or "made-up", prompt, params or PoolingParams(), priority, routing))
         self.num_pooling += 1
         try:
             vector = self.vectors.get(prompt[0], [float(len(prompt)), 1.0])

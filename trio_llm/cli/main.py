@@ -14,7 +14,7 @@ import msgspec
 import typer
 from typer.main import get_command
 
-from trio_llm.cli import chat_options, options
+from trio_llm.cli import chat_options, log_options, options, scaling_options
 from trio_llm.cli.output import checked_output
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import TrioLLMError
@@ -113,6 +113,10 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     num_gpu_blocks_override: options.NumBlocks = _ENGINE.num_gpu_blocks_override,
     disable_prefix_caching: options.DisablePrefixCaching = not _ENGINE.enable_prefix_caching,
     run_ahead: options.RunAhead = _ENGINE.run_ahead,
+    data_parallel_size: scaling_options.DataParallelSize = _ENGINE.data_parallel_size,
+    data_parallel_rank: scaling_options.DataParallelRank = _ENGINE.data_parallel_rank,
+    data_parallel_external_lb: scaling_options.DataParallelExternalLB = _ENGINE.data_parallel_external_lb,
+    disable_prefix_affinity: scaling_options.DisablePrefixAffinity = not _ENGINE.enable_prefix_affinity,
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     allow_unauthenticated: options.AllowUnauthenticated = _SERVER.allow_unauthenticated,
@@ -128,12 +132,19 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     dev_mode: options.DevMode = _SERVER.dev_mode,
     weights_root: options.WeightsRoot = _SERVER.weights_root,
     profile_dir: options.ProfileDir = _ENGINE.profile_dir,
-    log_level: options.LogLevel = "info",
-    disable_log_stats: options.DisableLogStats = False,
+    log_level: log_options.LogLevel = "info",
+    disable_log_stats: log_options.DisableLogStats = False,
+    enable_log_requests: log_options.EnableLogRequests = _ENGINE.enable_log_requests,
+    max_log_len: log_options.MaxLogLen = _ENGINE.max_log_len,
+    otlp_traces_endpoint: log_options.OTLPTracesEndpoint = _ENGINE.otlp_traces_endpoint,
 ) -> int:
     """Serve MODEL with an OpenAI-compatible API. The port answers at once; /health is 503 until the model is loaded."""
     given = locals()
-    engine_config = EngineConfig(enable_prefix_caching=not disable_prefix_caching, **_fields_of(EngineConfig, given))
+    engine_config = EngineConfig(
+        enable_prefix_caching=not disable_prefix_caching,
+        enable_prefix_affinity=not disable_prefix_affinity,
+        **_fields_of(EngineConfig, given),
+    )
     server_config = ServerConfig(served_model_names=tuple(served_model_name or ()), **_fields_of(ServerConfig, given))
     from trio_llm.cli.serve import run_server
 

@@ -19,13 +19,11 @@ _MEMORY = "Memory and scheduling"
 _SERVER = "Server"
 _FAILURE = "Failure"
 _DEV = "Control of the running engine"
-_LOGS = "Logs"
 
 OTHER_NAMES: Final = {"--kv-cache-memory-bytes": "--kv-cache-memory"}
 """Other spelling, and the option it stands for. Typer does not know them, so that `--help` shows one name per line."""
 
 OnEngineDeathName = Literal["restart", "exit"]
-LogLevelName = Literal["debug", "info", "warning", "error"]
 
 Model = Annotated[
     str | None,
@@ -315,18 +313,4 @@ StallTimeout = Annotated[
         help="Seconds without a step while there is work, or without any sign of life; then the engine is killed.",
         rich_help_panel=_FAILURE,
     ),
-]
-
-LogLevel = Annotated[
-    LogLevelName,
-    typer.Option(
-        "--log-level",
-        metavar="NAME",
-        help="Least severe log line to write: debug, info, warning or error.",
-        rich_help_panel=_LOGS,
-    ),
-]
-DisableLogStats = Annotated[
-    bool,
-    typer.Option("--disable-log-stats", help="No line of statistics every ten seconds.", rich_help_panel=_LOGS),
 ]

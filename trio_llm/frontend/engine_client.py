@@ -6,7 +6,7 @@ The HTTP routes use nothing else. `AsyncLLM` implements it over local engine pro
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterable, Iterable
+from collections.abc import AsyncIterable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING
 
@@ -52,7 +52,7 @@ class EngineClient(ControlClient, abc.ABC):
     # ------------------------------------------------------------------------------------- requests
 
     @abc.abstractmethod
-    def generate(
+    def generate(  # noqa: PLR0913 - what vLLM lets a request say, by the same names
         self,
         prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
@@ -60,28 +60,35 @@ class EngineClient(ControlClient, abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestStream:
         """Generate for one prompt (text or token ids).
 
         Use: `async with llm.generate(...) as stream: async for output in stream: ...`
 
         Args:
+            prompt: an async iterable makes the request a session: see `StreamingInput`.
             params: None: all defaults.
             request_id: the caller's id, 1 to 256 characters; need not be unique. None: one is made.
             priority: requests with a lower one are served first; 64 bits. Other ones than 0 are refused unless
                 `EngineConfig.scheduling_policy` is `priority`.
             cache_salt: 1 to 256 characters; only requests with the same salt share what is computed of their prompts.
                 None: shared with all requests that have none.
+            data_parallel_rank: of the engine that gets the request. None: the one with the least to do, or that knows
+                the beginning of the prompt.
+            session_id: 1 to 256 characters; the engine that had the last request of the same session gets this one.
             tokenization: how a text becomes tokens, and how a long prompt is cut. None: all defaults. Not for sessions.
+            arrival_time: seconds since 1970, for a request that has waited elsewhere: latencies count from then.
+            trace_headers: `traceparent`, `tracestate`. None: the parent is OpenTelemetry's current span, if any.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
         begun by then, and gets it again if the stream is read on all the same.
 
-        With an async iterable as the prompt, the request is a session: see `StreamingInput`.
-
-        Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
-        which costs at most the step in flight.
+        Cancellation: anywhere; leaving the block aborts the request in the engine, which costs a step at most.
 
         Raises (on entering):
             InvalidRequestError: the request can never work.
@@ -92,25 +99,27 @@ class EngineClient(ControlClient, abc.ABC):
 
     @abc.abstractmethod
     def abort(self, request_ids: str | Iterable[str]) -> int:
-        """Abort every running request with one of these callers' ids. Synchronous; returns how many there were.
+        """Abort every running request with one of these callers' ids. Synchronous; returns how many there were. Their
+        readers get what was generated, with the finish reason `abort`."""
 
-        Their readers get what was generated, with the finish reason `abort`.
-        """
-
-    async def encode(
+    async def encode(  # noqa: PLR0913 - as `generate`
         self,
         prompt: str | list[int],
         params: PoolingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
         tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         """One vector for one prompt (text or token ids): its embedding, or a number for each class.
 
         Args:
             params: None: all defaults.
-            request_id, priority, tokenization: as `generate`.
+            others: as `generate`.
 
         The deadline of the cancel scopes around the caller goes with the request, as with `generate`.
 
@@ -120,8 +129,7 @@ class EngineClient(ControlClient, abc.ABC):
             InvalidRequestError: the request can never work.
             NotSupportedError: the model has no such task, or this client no such method.
             OverloadedError: as much is unfinished as may be.
-            EngineUnavailableError: the engine is loading, draining or asleep; also if the end of a drain ends this
-                request.
+            EngineUnavailableError: the engine is loading, draining or asleep; also if a drain ends this request.
             EngineGenerateError: this request failed, or was aborted by its id.
             EngineDeadError: the engine is gone.
         """
@@ -198,7 +206,7 @@ class EngineClient(ControlClient, abc.ABC):
         """What the loaded model can do: `generate`, `embed`, `classify`, `score`. Raises as `model_config`."""
 
     def is_tracing_enabled(self) -> bool:
-        """Spans are recorded for requests."""
+        """Spans of requests are recorded, and sent to a collector."""
         return False
 
     def statistics(self) -> EngineStatistics:

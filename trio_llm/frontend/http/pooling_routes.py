@@ -99,17 +99,26 @@ async def _outputs(
         if len(prompts) > 1:
             check_batch(api.client.config, token_ids, field=field)
         ids = [call.request_id] if len(prompts) == 1 else [f"{call.request_id}-{i}" for i in range(len(prompts))]
-        encode = partial(_encode, api, params, field, call.body.priority or 0)
+        encode = partial(_encode, api, call, params, field)
         return await run_in_order(encode, list(zip(ids, token_ids, strict=True)))
 
 
 async def _encode(
-    api: ApiContext, params: PoolingParams, field: str, priority: int, prompt: tuple[str, list[int]]
+    api: ApiContext, call: Call[Any], params: PoolingParams, field: str, prompt: tuple[str, list[int]]
 ) -> PoolingOutput:
     request_id, token_ids = prompt
     api.running.add(request_id)
     try:
-        return await api.client.encode(token_ids, params, request_id=request_id, priority=priority)
+        return await api.client.encode(
+            token_ids,
+            params,
+            request_id=request_id,
+            priority=call.body.priority or 0,
+            data_parallel_rank=call.routing.data_parallel_rank,
+            session_id=call.routing.session_id,
+            arrival_time=call.arrival_time_s,
+            trace_headers=call.trace_headers,
+        )
     except InvalidRequestError as error:
         raise in_client_names(error, {}, prompt=field) from None
     finally:

@@ -6,6 +6,7 @@ do without.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from functools import partial
@@ -154,6 +155,9 @@ class LibraryCalls(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
         **unknown: Never,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
@@ -162,13 +166,15 @@ class LibraryCalls(EngineClient):
 
         Args:
             messages, template_kwargs, add_generation_prompt, continue_final_message, tokenization: as `chat`.
-            request_id, priority, cache_salt: as `EngineClient.generate`.
+            request_id, priority, cache_salt, data_parallel_rank, session_id, trace_headers: as
+                `EngineClient.generate`.
         """
         if unknown:
             raise make_keyword_error("stream_chat", "messages", unknown)
         request_id = make_external_id(request_id)
 
         async def render() -> RequestStream:
+            arrival_time = time.time()
             self.check_admission()  # before the costly part
             text = await self.renderer.render_chat(
                 _as_dicts(messages),
@@ -184,7 +190,11 @@ class LibraryCalls(EngineClient):
                 request_id=request_id,
                 priority=priority,
                 cache_salt=cache_salt,
+                data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
                 tokenization=(PLAIN if tokenization is None else tokenization).for_chat(),
+                arrival_time=arrival_time,
+                trace_headers=trace_headers,
             )
 
         return ChatStream(request_id, render)

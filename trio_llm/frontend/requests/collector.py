@@ -43,14 +43,15 @@ class RequestOutputCollector:
             choice by itself.
     """
 
-    __slots__ = ("_error", "_merge_by_joining", "_send", "channel", "is_unread", "must_resubmit", "prompt")
+    __slots__ = ("_merge_by_joining", "_send", "channel", "error", "is_unread", "must_resubmit", "prompt")
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._merge_by_joining = kind is RequestOutputKind.DELTA
         self._send: trio.MemorySendChannel[Unread]
         self.channel: trio.MemoryReceiveChannel[Unread]
         self._send, self.channel = trio.open_memory_channel[Unread](1)
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What was put by `put_error`."""
         self.is_unread = False
         """Something was put since the reader took last, so it need not wait. Saves an exception per token."""
         self.must_resubmit = False
@@ -89,8 +90,8 @@ class RequestOutputCollector:
 
     def put_error(self, error: BaseException) -> None:
         """End the mailbox: the reader gets what is unread, then this error. The first error counts. Never blocks."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self._send.close()
 
     async def receive(self) -> RequestOutput:
@@ -122,8 +123,8 @@ class RequestOutputCollector:
 
     def raise_error(self) -> None:
         """Raise what was put by `put_error`, if anything was. For the end of the channel."""
-        if self._error is not None:
-            raise self._error from self._error.__cause__
+        if self.error is not None:
+            raise self.error from self.error.__cause__
 
     def close(self) -> None:
         """The reader leaves: from now on `put` does nothing. Idempotent."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import trio
 
+from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.frontend.requests.collector import RepeatingCollector, RequestOutputCollector
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
@@ -17,8 +18,10 @@ from trio_llm.frontend.requests.output.parallel_sampling import Family
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.statistics.iteration import RequestClock
 from trio_llm.frontend.statistics.stats import FinishedRequestStats
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import EngineCoreRequest
+from trio_llm.wire.work import measure_work
 
 __all__ = ["InFlightRequest", "make_choices", "make_finished_stats"]
 
@@ -30,12 +33,20 @@ class InFlightRequest:
     state: RequestState
     collector: RequestOutputCollector
     clock: RequestClock
+    report: RequestReport
+    """With n > 1 all choices share it, too."""
     engine_index: int = 0
-    """The engine that computes it. All choices of an answer and all inputs of a session go to the same one."""
+    """The engine that computes it. All choices of an answer and all inputs of a session go to the same one, until that
+    dies."""
+    routing: Routing = ANYWHERE
     has_first_token: bool = False
     """The first token of its answer has come; for a session: of the newest answer."""
     counted_from_s: float = 0.0
     """When the seconds of its deadline began; Trio's clock."""
+    num_sent_tokens: int = 0
+    """Tokens that its engine had to compute when it was sent last. With several engines."""
+    work: int = 0
+    """What it counts with in the work of its engine. With several engines."""
 
     @property
     def is_unfinished(self) -> bool:
@@ -43,14 +54,29 @@ class InFlightRequest:
         status = self.state.status
         return status is not RequestStatus.ABORTING and status is not RequestStatus.GONE
 
+    def measure_work(self) -> int:
+        """What an engine still has to do for it; see `wire.work`."""
+        state = self.state
+        if state.status is not RequestStatus.SENT and state.status is not RequestStatus.UNSENT:
+            return 0
+        request = state.request
+        if state.num_tokens_when_sent is None:
+            num_prompt_tokens = state.num_prompt_tokens + state.num_tokens
+        else:
+            num_prompt_tokens = self.num_sent_tokens if state.num_tokens == state.num_tokens_when_sent else 0
+        if state.family is not None and state.index:
+            num_prompt_tokens = 0  # the first choice's engine finds it in the cache
+        num_answer_tokens = 0 if request.pooling_params else (request.params.max_tokens or 0) - len(state.token_ids)
+        return measure_work(num_prompt_tokens, num_answer_tokens)
+
 
 def make_choices(
     request: EngineCoreRequest,
     children: Sequence[EngineCoreRequest],
     processor: OutputProcessor,
-    external_id: str,
-    arrived_s: float,
+    report: RequestReport,
     engine_index: int,
+    routing: Routing,
 ) -> list[InFlightRequest]:
     """The choices of an answer, not registered yet. They share one mailbox, in the form that the answer needs.
 
@@ -61,13 +87,16 @@ def make_choices(
     family = Family([child.request_id for child in children], kind) if len(children) > 1 else None
     is_repeated = len(children) < num_choices
     collector = RepeatingCollector(kind, num_choices) if is_repeated else RequestOutputCollector(kind)
+    report.num_open = len(children)
     now_s = trio.current_time()
     return [
         InFlightRequest(
-            processor.make_state(child, external_id, index=index, family=family),
+            processor.make_state(child, report.external_id, index=index, family=family),
             collector,
-            RequestClock(arrived_s),
+            RequestClock(report.arrived_s),
+            report,
             engine_index,
+            routing,
             counted_from_s=now_s,
         )
         for index, child in enumerate(children)

@@ -16,10 +16,12 @@ import trio
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.exception_groups import errors_to
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import Routing
 from trio_llm.frontend.requests.collector import RequestOutputCollector, Unread
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
 from trio_llm.tokenization import PLAIN
@@ -147,7 +149,8 @@ class Session:
         inputs: AsyncIterable[StreamingInput],
         blank: EngineCoreRequest,
         *,
-        external_id: str,
+        report: RequestReport,
+        routing: Routing,
         renderer: Renderer,
         input_processor: InputProcessor,
         registry: RequestRegistry,
@@ -167,7 +170,7 @@ class Session:
         self._is_idle = True
         """No answer is under way."""
         self._is_draining = False
-        self.request: InFlightRequest = registry.open_session(blank, external_id, self._collector, trio.current_time())
+        self.request: InFlightRequest = registry.open_session(blank, self._collector, report, routing)
 
     async def run(self) -> None:
         """Feed the engine until the inputs or the session end. Errors go to the reader, or to the log if it has left.
@@ -266,7 +269,7 @@ class Session:
             self._collector.put(output)
 
     def _fail(self, error: Exception) -> None:
+        self._collector.put_error(error)  # first, so that the observers of requests learn why it ends
         was_over = self._registry.end_session(self.request, "error") is None
-        self._collector.put_error(error)
         if was_over:
             logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)

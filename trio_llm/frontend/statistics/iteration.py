@@ -119,11 +119,15 @@ class StatisticsRecorder:
     """One `EngineRecorder` per engine, and the loggers. A logger that raises is left out from then on.
 
     An `EngineListener`.
+
+    Args:
+        first_rank: of the engines; loggers are told ranks.
     """
 
-    def __init__(self, loggers: Sequence[StatLogger], *, num_engines: int = 1) -> None:
+    def __init__(self, loggers: Sequence[StatLogger], *, num_engines: int = 1, first_rank: int = 0) -> None:
         self.engines = [EngineRecorder() for _ in range(num_engines)]
         """By the index of the engine."""
+        self._first_rank = first_rank
         self._loggers = list(loggers)
 
     def on_ready(self, engine: Engine) -> None:
@@ -147,7 +151,7 @@ class StatisticsRecorder:
         """Hand over what was gathered since the last time."""
         for index, engine in enumerate(self.engines):
             if (gathered := engine.take()) is not None:
-                self._record(index, *gathered)
+                self._record(self._first_rank + index, *gathered)
 
     def _record(self, engine_index: int, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
         self._call_each(lambda stat_logger: stat_logger.record(scheduler, iteration, engine_index=engine_index))

@@ -56,6 +56,7 @@ class StatLogger(Protocol):
 
         Args:
             scheduler: the newest state of the engine's scheduler, if the batch had one.
+            engine_index: its rank.
         """
         ...
 
