@@ -63,7 +63,7 @@ class FrontEnd:
 
     def send(self, *frames: bytes) -> None:
         for frame in frames:
-            self.router.send_multipart([engine_identity(3), frame])
+            self.router.send_multipart([engine_identity(3, 1), frame])
 
     def attachment(self, index: int, epoch: int = 1) -> AttachClient:
         """The message that makes the engine connect here."""
@@ -73,7 +73,7 @@ class FrontEnd:
         return decode_from_engine(self.pull.recv())
 
     def wait_connected(self) -> None:
-        assert self.router.recv_multipart() == [engine_identity(3), b""]
+        assert self.router.recv_multipart() == [engine_identity(3, 1), b""]
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ def front_end() -> Iterator[FrontEnd]:
 def link(front_end: FrontEnd) -> Iterator[EngineLink]:
     link = EngineLink(front_end.boot)
     identity, hello = front_end.router.recv_multipart()
-    assert (identity, hello) == (engine_identity(3), b"")
+    assert (identity, hello) == (engine_identity(3, 1), b"")
     yield link
     link.close()
 
