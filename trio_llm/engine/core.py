@@ -147,16 +147,23 @@ class EngineCore:
             Exception: the executor failed as a whole; the engine cannot go on.
         """
         assert not self._sealed, "take_answers() comes first"
+        had_steps = not self._pipeline.is_empty
         if self.has_credit:
             self._outbox.rows += self._pipeline.advance(may_plan=self._control_calls.state.may_step)
         self._outbox.utility_results += self._control_calls.settle()
-        return self._seal(self._scheduler.stats()) if self._has_content else None
+        # A step that was in flight when the last sequence ended gives its blocks back only now.
+        becomes_idle = had_steps and self._pipeline.is_empty and not self._scheduler.has_unfinished
+        return self._seal(self._scheduler.stats()) if self._has_content or becomes_idle else None
 
     @property
     def _has_content(self) -> bool:
         return self._outbox.has_content or bool(self._kv_log)
 
     def _seal(self, stats: SchedulerStats) -> EngineCoreOutputs:
+        control = self._control_calls.state
+        if not control.may_step:
+            level = control.sleep_state.level
+            stats = msgspec.structs.replace(stats, num_deferred=stats.num_waiting, sleep_level=level)
         return self._outbox.seal(
             self._clock(),
             stats,
@@ -181,6 +188,7 @@ class EngineCore:
                 )
             )
             return
+        now_s = self._clock()
         self._scheduler.add(
             Sequence(
                 request_id=request.request_id,
@@ -188,7 +196,8 @@ class EngineCore:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 params=request.params,
                 priority=request.priority,
-                expires_at=None if request.deadline_s is None else self._clock() + request.deadline_s,
+                arrived_s=now_s,
+                expires_at=None if request.deadline_s is None else now_s + request.deadline_s,
                 bad_words=request.bad_words_token_ids,
                 # Prompt log-probabilities were sent before the first token was.
                 next_prompt_logprob=len(request.prompt_token_ids) if request.output_token_ids else 1,

@@ -157,6 +157,11 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     """A session's: the finish reason is that of one answer, and the engine keeps the session for its next input."""
     pooled: bytes | None = None
     """The vector of a pooling request, in its one row: float32, little-endian. Finish reason `stop`."""
+    queued_s: float | None = None
+    """Seconds from the request's arrival in this engine until its first token was planned; in a row with its first
+    token, and in its last row. None: it was not planned."""
+    num_preemptions: int = 0
+    """Times that it lost its blocks in this engine; in its last row."""
 
 
 class SchedulerStats(_Message, frozen=True, gc=False):
@@ -174,6 +179,10 @@ class SchedulerStats(_Message, frozen=True, gc=False):
     """Prompt tokens that were found in the cache for sequences that began with this step."""
     num_cached_blocks: int = 0
     """Free blocks whose content can be found again."""
+    num_deferred: int = 0
+    """Those of the waiting sequences that may not begin now, whatever room there is."""
+    sleep_level: int = 0
+    """0: awake. 2: the weights are dropped. 1: any other part is asleep."""
 
 
 class UtilityResult(_Message, frozen=True, gc=False):

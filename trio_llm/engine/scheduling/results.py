@@ -46,6 +46,7 @@ def token_row(
 ) -> EngineCoreOutput:
     """The row with the newest token of a sequence, which is among its tokens already."""
     start = sequence.next_start - 1
+    is_last = finish_reason is not None
     return EngineCoreOutput(
         request_id=sequence.request_id,
         start=start,
@@ -54,7 +55,9 @@ def token_row(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=(sequence.num_cached_tokens or 0) if start == 0 else 0,
-        goes_on=sequence.is_resumable and finish_reason is not None,
+        goes_on=sequence.is_resumable and is_last,
+        queued_s=sequence.queued_s if is_last or start == 0 else None,
+        num_preemptions=sequence.num_preemptions if is_last else 0,
     )
 
 
@@ -67,6 +70,8 @@ def pooled_row(sequence: Sequence, vector: PooledVector) -> EngineCoreOutput:
         finish_reason=sequence.finish_reason,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         pooled=vector.data,
+        queued_s=sequence.queued_s,
+        num_preemptions=sequence.num_preemptions,
     )
 
 
@@ -74,7 +79,14 @@ def final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool 
     """The last row of a finished sequence, without a token."""
     reason, start = sequence.finish_reason, sequence.next_start
     return EngineCoreOutput(
-        sequence.request_id, start, new_token_ids=[], finish_reason=reason, error=error, is_expired=is_expired
+        sequence.request_id,
+        start,
+        new_token_ids=[],
+        finish_reason=reason,
+        error=error,
+        is_expired=is_expired,
+        queued_s=sequence.queued_s,
+        num_preemptions=sequence.num_preemptions,
     )
 
 

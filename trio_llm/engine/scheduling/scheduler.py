@@ -146,10 +146,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, *, max_prefill_tokens: int | None = None) -> StepPlan | None:
+    def schedule(self, *, now_s: float = 0.0, max_prefill_tokens: int | None = None) -> StepPlan | None:
         """The next step, or None if there is none: nothing to compute, or a plan in flight must be committed first.
 
         Args:
+            now_s: the clock of `Sequence.arrived_s`, seconds.
             max_prefill_tokens: tokens beside those of answers, if the step has any of those; None: the whole budget.
         """
         # No sequence of a step in flight is preempted: its token is sampled all the same and would have to be dropped.
@@ -160,7 +161,7 @@ class Scheduler:
         if max_prefill_tokens is not None and any(chunk.is_decode for chunk in builder.chunks):
             builder.tokens_left = min(builder.tokens_left, max_prefill_tokens)
         self._plan_prefills(builder)
-        self._admit(builder)
+        self._admit(builder, now_s)
         if not builder.chunks:
             assert self._in_flight or not self.has_unfinished, "sequences are left and none can go on"
             return None
@@ -203,7 +204,7 @@ class Scheduler:
             if sequence.num_uncomputed_tokens > 1:
                 self._plan(sequence, builder)
 
-    def _admit(self, builder: StepBuilder) -> None:
+    def _admit(self, builder: StepBuilder, now_s: float) -> None:
         """Admit waiting sequences while budget, places and blocks last.
 
         A sequence gets blocks for all its known tokens at once: a prefill never stops half-way for lack of blocks, and
@@ -225,6 +226,8 @@ class Scheduler:
             self._num_cached_now += sequence.num_computed_tokens - was_computed
             self._sequences.move(sequence, SequenceState.RUNNING)
             sequence.has_begun = True
+            if sequence.queued_s is None:
+                sequence.queued_s = now_s - sequence.arrived_s
             self._plan(sequence, builder)
 
     def _next_waiting(self) -> Sequence | None:
@@ -342,6 +345,7 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_cached_blocks=self._blocks.num_cached,
+            num_deferred=0 if self.admits_new else sum(not one.has_begun for one in self._sequences.waiting),
         )
 
     def check(self) -> None:

@@ -89,6 +89,10 @@ class Sequence:
     """Tokens found in the cache when it was first admitted; None before."""
     pooling: PoolingParams | None = None
     """Set: no token is sampled, and the sequence is finished, with one vector, when its last token is computed."""
+    arrived_s: float = 0.0
+    """When the engine got it; seconds of the engine's clock."""
+    queued_s: float | None = None
+    """Seconds from then until it was first admitted; None before."""
     has_begun: bool = False
     """Its answer has begun, here or in an earlier incarnation: a pause that makes new sequences wait lets it go on."""
 
