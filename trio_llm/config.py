@@ -116,6 +116,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Restarts within ten minutes; one more death is the end."""
     stall_timeout_s: float = 120.0
     """Seconds without a step while there is work, or without any sign of life, after which an engine is killed."""
+    disable_log_stats: bool = False
+    """Compute no statistics, unless a stat logger is given or installed; servers have no log line of them and no series
+    of the engine in /metrics."""
     profile_dir: str | None = None
     """Folder for traces of the torch profiler; None: it cannot be started."""
     fake: FakeEngineConfig | None = None
@@ -187,6 +190,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Open connections; further ones are closed at once. Fewer if the process may not open that many descriptors."""
     dev_mode: bool = False
     """Serve the control routes, too: every program that reaches the port may then control the engine."""
+    enable_per_request_metrics: bool = False
+    """Answers to a single choice tell how long the request took, in the field `metrics`."""
     weights_root: str | None = None
     """Folder below which /update_weights takes weights from; None: it takes none."""
 

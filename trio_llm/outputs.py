@@ -11,7 +11,15 @@ from typing import Literal
 
 import msgspec
 
-__all__ = ["CompletionOutput", "FinishReason", "Logprob", "PoolingOutput", "RequestOutput", "TokenLogprobs"]
+__all__ = [
+    "CompletionOutput",
+    "FinishReason",
+    "Logprob",
+    "PoolingOutput",
+    "RequestMetrics",
+    "RequestOutput",
+    "TokenLogprobs",
+]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 
@@ -52,6 +60,22 @@ class CompletionOutput(msgspec.Struct, gc=False):
     """The stop string or stop token that ended the choice; None for the model's own end."""
 
 
+class RequestMetrics(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """When things happened to a request. With several choices, the first token is that of whichever had one first."""
+
+    arrival_time: float
+    """Seconds since 1970."""
+    queue_time_s: float | None
+    """From its registration until the engine planned its first token. None: it ended before a token came, as in the
+    next two."""
+    time_to_first_token_s: float | None
+    """From its arrival."""
+    generation_time_s: float | None
+    """From its first token to its last output."""
+    total_time_s: float
+    """From its arrival to its last output."""
+
+
 class RequestOutput(msgspec.Struct, gc=False):
     """One item of a stream."""
 
@@ -70,6 +94,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     of a choice, else in every item once they are known; None unless requested."""
     weight_version: str = "default"
     """The version of the weights that computed the newest token, as the last `update_weights` named it."""
+    metrics: RequestMetrics | None = None
+    """In the last item alone; None if statistics are off (`disable_log_stats`)."""
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, gc=False):

@@ -127,7 +127,8 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     weights_root: options.WeightsRoot = _SERVER.weights_root,
     profile_dir: options.ProfileDir = _ENGINE.profile_dir,
     log_level: options.LogLevel = "info",
-    disable_log_stats: options.DisableLogStats = False,
+    disable_log_stats: options.DisableLogStats = _ENGINE.disable_log_stats,
+    enable_per_request_metrics: options.PerRequestMetrics = _SERVER.enable_per_request_metrics,
 ) -> int:
     """Serve MODEL with an OpenAI-compatible API. The port answers at once; /health is 503 until the model is loaded."""
     given = locals()
@@ -135,7 +136,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     server_config = ServerConfig(served_model_names=tuple(served_model_name or ()), **_fields_of(ServerConfig, given))
     from trio_llm.cli.serve import run_server
 
-    return run_server(engine_config, server_config, log_level=log_level, log_stats=not disable_log_stats)
+    return run_server(engine_config, server_config, log_level=log_level)
 
 
 @app.command()

@@ -309,7 +309,19 @@ LogLevel = Annotated[
 ]
 DisableLogStats = Annotated[
     bool,
-    typer.Option("--disable-log-stats", help="No line of statistics every ten seconds.", rich_help_panel=_LOGS),
+    typer.Option(
+        "--disable-log-stats",
+        help="Compute no statistics: no line every ten seconds, and nothing of the engine in /metrics.",
+        rich_help_panel=_LOGS,
+    ),
+]
+PerRequestMetrics = Annotated[
+    bool,
+    typer.Option(
+        "--enable-per-request-metrics",
+        help="Tell in answers how long they took, in the field metrics.",
+        rich_help_panel=_LOGS,
+    ),
 ]
 
 # -------------------------------------------------------------------------------------------- chat

@@ -25,7 +25,7 @@ from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
-from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.frontend.statistics.stats import StatLoggerSource
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR, AnsweringExecutor, read_text
@@ -64,7 +64,12 @@ class FakeLLM(AsyncLLM):
     """An engine that a test controls. Made by `open_fake_llm()` only; everything else is as with `open_llm()`."""
 
     def __init__(
-        self, executor: AnsweringExecutor, config: EngineConfig, stat_loggers: Sequence[StatLogger], *, step_s: float
+        self,
+        executor: AnsweringExecutor,
+        config: EngineConfig,
+        stat_loggers: Sequence[StatLoggerSource],
+        *,
+        step_s: float,
     ) -> None:
         self._executor = executor
         self._engine_config = config
@@ -236,7 +241,7 @@ async def open_fake_llm(
     answers: Mapping[str, str] | None = None,
     answer: str | None = None,
     step_s: float = 0.0,
-    stat_loggers: Sequence[StatLogger] = (),
+    stat_loggers: Sequence[StatLoggerSource] = (),
     wait_until_ready: bool = True,
     **settings: Any,
 ) -> AsyncIterator[FakeLLM]:
@@ -248,7 +253,7 @@ async def open_fake_llm(
         answer: the text for all other prompts. None: letters without end, up to `max_tokens` or the context; the same
             for the same prompt with the same seed, or at temperature 0.
         step_s: seconds of Trio's clock that each step takes; 0: only a schedule point.
-        stat_loggers: receive the statistics.
+        stat_loggers: as `open_llm`.
         wait_until_ready: False: enter while the model seems to load.
         settings: fields of EngineConfig, such as `max_model_len`, `max_num_seqs` or `num_gpu_blocks_override`; and
             of FakeEngineConfig, such as `script` (token ids) or `fail_at_step`. The default of `on_engine_death` is

@@ -13,7 +13,7 @@ from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import EngineCoreOutput
 
-__all__ = ["final_row", "find_fault", "pooled_row", "prompt_logprob_rows", "token_row"]
+__all__ = ["expired_row", "final_row", "find_fault", "pooled_row", "prompt_logprob_rows", "token_row"]
 
 _ROW_PROMPT_LOGPROBS: Final = 128
 """Prompt tokens whose log-probabilities go into one row: the front end takes about 2 ms for so many."""
@@ -88,6 +88,12 @@ def final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool 
         queued_s=sequence.queued_s,
         num_preemptions=sequence.num_preemptions,
     )
+
+
+def expired_row(sequence: Sequence) -> EngineCoreOutput:
+    """The only row of a sequence that was not begun in time."""
+    error = "the deadline of this request passed while it waited for its turn; nothing was computed"
+    return final_row(sequence, error=error, is_expired=True)
 
 
 def find_fault(outcome: SampledToken | PooledVector | RowError, limits: SchedulerLimits) -> str | None:

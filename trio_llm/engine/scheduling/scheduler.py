@@ -17,7 +17,14 @@ from collections.abc import Iterator
 from trio_llm.engine.scheduling.invariants import check_scheduler
 from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
-from trio_llm.engine.scheduling.results import final_row, find_fault, pooled_row, prompt_logprob_rows, token_row
+from trio_llm.engine.scheduling.results import (
+    expired_row,
+    final_row,
+    find_fault,
+    pooled_row,
+    prompt_logprob_rows,
+    token_row,
+)
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 from trio_llm.engine.scheduling.sequence_blocks import SequenceBlocks
 from trio_llm.engine.scheduling.sequence_table import SequenceTable
@@ -127,8 +134,7 @@ class Scheduler:
         expired = self._sequences.find_expired(now_s)
         for sequence in expired:
             self._finish(sequence, "error")
-        error = "the deadline of this request passed while it waited for its turn; nothing was computed"
-        return [final_row(sequence, error=error, is_expired=True) for sequence in expired]
+        return list(map(expired_row, expired))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.state is not SequenceState.RUNNING:
@@ -225,9 +231,7 @@ class Scheduler:
             self._num_preempted += num_evicted
             self._num_cached_now += sequence.num_computed_tokens - was_computed
             self._sequences.move(sequence, SequenceState.RUNNING)
-            sequence.has_begun = True
-            if sequence.queued_s is None:
-                sequence.queued_s = now_s - sequence.arrived_s
+            sequence.begin(now_s)
             self._plan(sequence, builder)
 
     def _next_waiting(self) -> Sequence | None:
@@ -345,7 +349,7 @@ class Scheduler:
             num_prompt_tokens=self._num_prompt_tokens,
             num_cached_tokens=self._num_cached_tokens,
             num_cached_blocks=self._blocks.num_cached,
-            num_deferred=0 if self.admits_new else sum(not one.has_begun for one in self._sequences.waiting),
+            num_deferred=0 if self.admits_new else self._sequences.num_new,
         )
 
     def check(self) -> None:

@@ -121,6 +121,12 @@ class Sequence:
         """Index of the next token among all generated for the request."""
         return self.num_earlier_tokens + self.num_output_tokens
 
+    def begin(self, now_s: float) -> None:
+        """It is admitted. `now_s` is on the clock of `arrived_s`."""
+        self.has_begun = True
+        if self.queued_s is None:
+            self.queued_s = now_s - self.arrived_s
+
     def move_to(self, state: SequenceState) -> None:
         """Change the state along `TRANSITIONS`."""
         assert state in TRANSITIONS[self.state], f"{self.request_id}: {self.state} -> {state}"

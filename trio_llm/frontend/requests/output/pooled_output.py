@@ -35,5 +35,5 @@ def make_pooled_output(
         raise EngineGenerateError("the engine ended the request without a vector")
     end = CompletionOutput(0, "", [], None, row.finish_reason)
     return PooledOutput(
-        external_id, num_prompt_tokens, row.num_cached_tokens, [end], True, None, weight_version, row.pooled
+        external_id, num_prompt_tokens, row.num_cached_tokens, [end], True, None, weight_version, data=row.pooled
     )
