@@ -119,7 +119,9 @@ def load_package() -> list[Module]:
 
 Complaints = Iterator[str]
 _FLOORS: Final = {
-    **dict.fromkeys(("errors", "config", "quoting", "sampling", "bans", "pooling", "outputs", "version"), 0),
+    **dict.fromkeys(
+        ("errors", "config", "quoting", "sampling", "bans", "pooling", "tokenization", "outputs", "version"), 0
+    ),
     "wire": 1,
     **dict.fromkeys(("frontend", "engine"), 2),
     **dict.fromkeys(("client", "testing", "cli"), 3),
@@ -129,7 +131,8 @@ _SUB_ROOMS: Final = {
         ("exception_groups", "gc_tuning", "text", "core_client", "http.server"),
         ("run_in_order",),
         ("rendering", "control", "requests.output"),
-        ("statistics", "kv_events"),
+        ("statistics", "kv_events", "control_client"),
+        ("tracing",),
         ("requests",),
         ("engine_client", "loaded_model", "output_handler"),
         ("library", "http.answers"),

@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from trio_llm.outputs import CompletionOutput, PoolingOutput, RequestOutput
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import RequestOutputKind, SamplingParams
+    from trio_llm.tokenization import TokenizationParams
     from trio_llm.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored
 
 _HOMES: Final = {
@@ -77,6 +78,7 @@ _HOMES: Final = {
     "SamplingParams": "trio_llm.sampling",
     "ServerConfig": "trio_llm.config",
     "StreamingInput": "trio_llm.frontend.requests.sessions",
+    "TokenizationParams": "trio_llm.tokenization",
     "TrioLLMError": "trio_llm.errors",
     "open_llm": "trio_llm.frontend.open_llm",
     "serve": "trio_llm.frontend.http.serve",
@@ -115,6 +117,7 @@ __all__ = [
     "SamplingParams",
     "ServerConfig",
     "StreamingInput",
+    "TokenizationParams",
     "TrioLLMError",
     "__version__",
     "open_llm",

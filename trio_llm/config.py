@@ -9,23 +9,38 @@ from __future__ import annotations
 import ipaddress
 import math
 import os
-from pathlib import Path
-from typing import Literal
+from pathlib import Path, PurePath
+from typing import Literal, get_args
+from urllib.parse import urlsplit
 
 import msgspec
 
 from trio_llm.errors import ConfigError
 
-__all__ = ["DType", "Device", "EngineConfig", "FakeEngineConfig", "ServerConfig", "cache_dir"]
+__all__ = [
+    "EMBEDDED_MODEL_NAME",
+    "DType",
+    "Device",
+    "EngineConfig",
+    "FakeEngineConfig",
+    "SchedulingPolicy",
+    "ServerConfig",
+    "cache_dir",
+    "default_model_name",
+    "traces_endpoint",
+]
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 Device = Literal["auto", "cpu", "cuda"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 
 _INT64 = 2**63
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 MIN_STALL_TIMEOUT_S = 2.0
+EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+MAX_DATA_PARALLEL_SIZE = 1024
 DAY_S = 24 * 60 * 60
 """The longest time that can be set: usual ones are minutes, and the kernel's timers overflow at some point."""
 
@@ -88,6 +103,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Sequences in one step."""
     max_num_batched_tokens: int = 512
     """Token budget of one step, prompts and answers together."""
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    """fcfs: requests are served in the order in which they come, and one with a priority other than 0 is refused.
+    priority: those with a lower priority first, then in that order."""
     step_time_target_s: float = 0.2
     """Seconds that a step should take at most while answers are generated: prompts beside them are cut into pieces that
     fit. 0: prompts always get the whole token budget."""
@@ -106,6 +124,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Unfinished requests, running and waiting, beyond which new ones are refused; None: no limit."""
     max_num_queued_tokens: int | None = None
     """Prompt tokens of requests without a first token, beyond which new ones are refused; None: no limit."""
+    output_proc_chunk_size: int = 128
+    """Rows of requests that a front end handles before its other tasks get a turn."""
     credit_steps: int = 256
     """Steps the engine may be ahead of a front end before it pauses that front end's requests."""
     startup_timeout_s: float = 600.0
@@ -113,30 +133,59 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     on_engine_death: Literal["restart", "exit"] = "restart"
     """restart: an engine that dies after it was ready is started again and continues all unfinished requests."""
     max_engine_restarts: int = 5
-    """Restarts within ten minutes; one more death is the end."""
+    """Restarts of an engine within ten minutes; one more death is its end. 0: its first death is."""
     stall_timeout_s: float = 120.0
     """Seconds without a step while there is work, or without any sign of life, after which an engine is killed."""
+    data_parallel_size: int = 1
+    """Engines that run the same model, its ranks. A front end starts and balances all of them, unless it has a rank."""
+    data_parallel_rank: int | None = None
+    """This front end has one engine, of this rank: a balancer in front of all of them shares out the requests."""
+    data_parallel_external_lb: bool = False
+    """There is such a balancer. Implied by `data_parallel_rank`, without which it cannot be."""
+    enable_prefix_affinity: bool = True
+    """With several engines: prefer one that has computed the beginning of a prompt. Not without prefix caching."""
     disable_log_stats: bool = False
     """Compute no statistics, unless a stat logger is given or installed; servers have no log line of them and no series
     of the engine in /metrics."""
     profile_dir: str | None = None
     """Folder for traces of the torch profiler; None: it cannot be started."""
+    enable_log_requests: bool = False
+    """Log each request also when it arrives, with its parameters; at level DEBUG with its prompt, too."""
+    max_log_len: int | None = None
+    """Characters of text, and ids of tokens, that the log shows of a prompt; None: all."""
+    otlp_traces_endpoint: str | None = None
+    """URL of an OpenTelemetry collector that takes traces as OTLP over HTTP; None: as
+    `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` says, and if it is not set, no traces. See `traces_endpoint`."""
     fake: FakeEngineConfig | None = None
 
+    @property
+    def num_local_engines(self) -> int:
+        """Engines that one front end starts."""
+        return 1 if self.data_parallel_rank is not None else self.data_parallel_size
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of the first of them. The others follow."""
+        return self.data_parallel_rank or 0
+
     def __post_init__(self) -> None:
+        self._check_data_parallel()
         _check_positive("--max-model-len", self.max_model_len)
         _check_positive("--max-num-seqs", self.max_num_seqs)
         _check_positive("--max-num-batched-tokens", self.max_num_batched_tokens)
         _check_seconds("--step-time-target", self.step_time_target_s, zero=True)
         _check_positive("--num-gpu-blocks-override", self.num_gpu_blocks_override)
         _check_positive("--kv-cache-memory", self.kv_cache_memory_bytes)
+        if self.scheduling_policy not in get_args(SchedulingPolicy):
+            raise ConfigError(f"--scheduling-policy must be fcfs or priority, not {self.scheduling_policy!r}")
         if self.run_ahead not in (None, 0, 1):
             raise ConfigError(f"--run-ahead must be 0 or 1, not {self.run_ahead}")
         _check_positive("--max-num-queued-reqs", self.max_num_queued_reqs)
         _check_positive("--max-num-queued-tokens", self.max_num_queued_tokens)
+        _check_positive("--output-proc-chunk-size", self.output_proc_chunk_size)
         _check_positive("credit_steps", self.credit_steps)
         _check_seconds("startup_timeout_s", self.startup_timeout_s)
-        _check_positive("--max-engine-restarts", self.max_engine_restarts)
+        _check_positive("--max-engine-restarts", self.max_engine_restarts, zero=True)
         _check_seconds("--stall-timeout", self.stall_timeout_s)
         if self.stall_timeout_s < MIN_STALL_TIMEOUT_S:
             raise ConfigError(
@@ -145,6 +194,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             )
         if self.profile_dir == "":
             raise ConfigError("--profile-dir must not be empty")
+        _check_positive("--max-log-len", self.max_log_len, zero=True)
+        if self.otlp_traces_endpoint is not None:
+            _check_url("--otlp-traces-endpoint", self.otlp_traces_endpoint)
         if self.max_num_seqs > self.max_num_batched_tokens:
             raise ConfigError(
                 f"--max-num-seqs ({self.max_num_seqs}) must not be above "
@@ -160,6 +212,19 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError(
                 f"MODEL {self.model!r} is not a directory; give a directory in Hugging Face form "
                 "(config.json, tokenizer.json, *.safetensors), or no MODEL for the embedded one"
+            )
+
+    def _check_data_parallel(self) -> None:
+        size, rank = self.data_parallel_size, self.data_parallel_rank
+        if not 1 <= size <= MAX_DATA_PARALLEL_SIZE:
+            raise ConfigError(f"--data-parallel-size must be from 1 to {MAX_DATA_PARALLEL_SIZE}, not {size}")
+        if rank is not None and not 0 <= rank < size:
+            raise ConfigError(
+                f"--data-parallel-rank must be from 0 to --data-parallel-size - 1 ({size - 1}), not {rank}"
+            )
+        if self.data_parallel_external_lb and rank is None:
+            raise ConfigError(
+                "--data-parallel-external-lb needs --data-parallel-rank: which of the engines this server has"
             )
 
 
@@ -217,6 +282,44 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ConfigError("--served-model-name must not be empty")
         _check_seconds("--sse-keep-alive-interval", self.sse_keep_alive_interval_s)
         _check_positive("max_connections", self.max_connections)
+
+
+def default_model_name(config: EngineConfig) -> str:
+    """The name under which a model is served unless the operator chooses one: that of its directory."""
+    if config.model is None:
+        return EMBEDDED_MODEL_NAME
+    return PurePath(config.model).name or config.model
+
+
+def traces_endpoint(config: EngineConfig) -> str | None:
+    """The URL that traces are sent to; a URL without a path gets `/v1/traces`. None: no traces are recorded.
+
+    Raises:
+        ConfigError: what the environment says is no URL; the message names the variable.
+    """
+    if os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true":
+        return None
+    url = config.otlp_traces_endpoint
+    if url is None:
+        url = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "").strip()
+        if not url:
+            return None
+        _check_url("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", url)
+    parts = urlsplit(url)
+    return parts._replace(path="/v1/traces").geturl() if parts.path in ("", "/") else url
+
+
+def _check_url(flag: str, url: str) -> None:
+    """The URL is not shown: it may hold a password."""
+    try:
+        parts = urlsplit(url)
+        is_url = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:
+        is_url = False
+    if not is_url:
+        raise ConfigError(
+            f"{flag} must be a URL such as http://127.0.0.1:4318/v1/traces; traces are sent as OTLP over HTTP, not gRPC"
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -19,6 +19,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "TokenLogprobs",
+    "WeightVersionSpan",
 ]
 
 FinishReason = Literal["stop", "length", "abort", "error"]
@@ -44,6 +45,15 @@ class TokenLogprobs(msgspec.Struct, frozen=True, gc=False):
     top: tuple[Logprob, ...]
 
 
+class WeightVersionSpan(msgspec.Struct, frozen=True, gc=False):
+    """Tokens of an answer that follow each other and were computed by the same weights."""
+
+    version: str
+    start: int
+    end: int
+    """The index of the first of these tokens, and the one after the last, among those of the answer."""
+
+
 class CompletionOutput(msgspec.Struct, gc=False):
     """One choice: with DELTA its new part, else all of it. The last output of a choice has the finish reason.
 
@@ -58,6 +68,9 @@ class CompletionOutput(msgspec.Struct, gc=False):
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     """The stop string or stop token that ended the choice; None for the model's own end."""
+    weight_versions: list[WeightVersionSpan] | None = None
+    """Which weights computed which tokens, in order and without gaps, over all tokens of the choice. In its last output
+    alone."""
 
 
 class RequestMetrics(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -94,6 +107,9 @@ class RequestOutput(msgspec.Struct, gc=False):
     of a choice, else in every item once they are known; None unless requested."""
     weight_version: str = "default"
     """The version of the weights that computed the newest token, as the last `update_weights` named it."""
+    prompt: str | None = None
+    """The prompt's text, before it was cut to `truncate_prompt_tokens`; a conversation's is what its template made of
+    it. None if the caller gave token ids, and for sessions."""
     metrics: RequestMetrics | None = None
     """In the last item alone; None if statistics are off (`disable_log_stats`)."""
 

@@ -110,9 +110,11 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         "--max-num-batched-tokens 1K --step-time-target 0.5 --max-num-queued-reqs 1k --max-num-queued-tokens 1M "
         "--num-gpu-blocks-override 100 --kv-cache-memory-bytes 512M --disable-prefix-caching --run-ahead 1 "
         "--host 0.0.0.0 --port 0 --allow-unauthenticated --served-model-name a --served-model-name b "
-        "--on-engine-death exit --max-engine-restarts 3 --stall-timeout 9.5 "
+        "--on-engine-death exit --max-engine-restarts 0 --stall-timeout 9.5 "
+        "--data-parallel-size 4 --data-parallel-rank 2 --data-parallel-external-lb --disable-prefix-affinity "
         "--drain-timeout 5 --keep-alive-on-engine-death --max-body-bytes 1M --body-timeout 7 "
-        "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats --enable-per-request-metrics"
+        "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats --enable-per-request-metrics "
+        "--enable-log-requests --max-log-len 1k --otlp-traces-endpoint http://127.0.0.1:4318"
     )
 
     assert run(line.split()) == 0
@@ -132,9 +134,16 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         enable_prefix_caching=False,
         run_ahead=1,
         on_engine_death="exit",
-        max_engine_restarts=3,
+        max_engine_restarts=0,
+        data_parallel_size=4,
+        data_parallel_rank=2,
+        data_parallel_external_lb=True,
+        enable_prefix_affinity=False,
         stall_timeout_s=9.5,
         disable_log_stats=True,
+        enable_log_requests=True,
+        max_log_len=1000,
+        otlp_traces_endpoint="http://127.0.0.1:4318",
     )
     server = ServerConfig(
         host="0.0.0.0",
@@ -169,13 +178,16 @@ def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) 
         ("serve a b", 2, "b"),
         ("serve --port 70000", 1, "--port"),
         ("serve --max-num-seqs 0", 1, "--max-num-seqs"),
-        ("serve --max-engine-restarts 0", 1, "--max-engine-restarts"),
+        ("serve --data-parallel-size 0", 1, "--data-parallel-size"),
+        ("serve --data-parallel-rank 1", 1, "--data-parallel-rank"),
+        ("serve --data-parallel-external-lb", 1, "--data-parallel-external-lb"),
         ("serve --on-engine-death weep", 2, "--on-engine-death"),
         ("serve --max-num-queued-reqs 0", 1, "--max-num-queued-reqs"),
         ("serve --max-num-queued-tokens 0", 1, "--max-num-queued-tokens"),
         ("serve --max-num-seqs 64 --max-num-batched-tokens 8", 1, "--max-num-batched-tokens"),
         ("serve --run-ahead 2", 1, "--run-ahead must be 0 or 1, not 2"),
         ("serve --host 0.0.0.0", 1, "--allow-unauthenticated"),
+        ("serve --otlp-traces-endpoint grpc://127.0.0.1:4317", 1, "--otlp-traces-endpoint must be a URL such as http:"),
         ("serve --drain-timeout -1", 1, "--drain-timeout"),
         ("serve --drain-timeout soon", 2, "--drain-timeout: 'soon' is not a number; write it like"),
         ("serve --port abc", 2, "--port: 'abc' is not a port; write a number"),

@@ -6,6 +6,7 @@ import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from tests.support.reports import make_report
 from tests.support.scripted_core import ScriptedCore
 from trio_llm.config import EngineConfig
 from trio_llm.errors import EngineDeadError, EngineGenerateError
@@ -48,8 +49,8 @@ class HandlerSetUp:
         self.engine.monitor.is_ready = True
         recorder = StatisticsRecorder([])
         self.requests = RequestRegistry([self.engine], recorder, AdmissionLedger(AdmissionLimits()))
-        self.engine.listeners = [self, self.requests]
-        self.handler = OutputHandler(self.engine, self.requests, recorder, KVEventHub())
+        self.engine.listeners = [self, self.requests.recovery]
+        self.handler = OutputHandler(self.engine, self.requests, recorder, KVEventHub(), 128)
         table = Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table
         self.requests.processor = OutputProcessor(table)
         self._step = 0
@@ -61,6 +62,7 @@ class HandlerSetUp:
             self.requests.processor.make_state(EngineCoreRequest(request_id, [1], params), external_id or request_id),
             RequestOutputCollector(params.output_kind),
             RequestClock(0.0),
+            make_report(external_id or request_id),
         )
         self.requests.register(request)
         request.state.mark_sent()
@@ -235,22 +237,19 @@ async def test_a_gap_in_one_request_kills_the_engine(up: HandlerSetUp) -> None:
         await request.collector.receive()
 
 
-async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_messages(
-    nursery: trio.Nursery, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trio_llm.frontend.output_handler._SLICE_ROWS", 1)
+async def test_rows_of_two_engines_keep_the_weight_versions_of_their_own_messages(nursery: trio.Nursery) -> None:
     cores = [ScriptedCore(index) for index in range(2)]
     engines = [Engine(index, core, EngineConfig()) for index, core in enumerate(cores)]
     recorder = StatisticsRecorder([], num_engines=2)
     registry = RequestRegistry(engines, recorder, AdmissionLedger(AdmissionLimits()))
     registry.processor = OutputProcessor(Renderer.load(MODEL_DIR, 4096, logits_width=LOGITS_WIDTH).token_table)
     params = SamplingParams(max_tokens=9, seed=1)
-    requests = [registry.submit(EngineCoreRequest(f"r-{i}", [1], params), f"r-{i}", 0.0) for i in range(6)]
+    requests = [registry.submit(EngineCoreRequest(f"r-{i}", [1], params), make_report(f"r-{i}")) for i in range(6)]
     for index, core in enumerate(cores):
         for step in range(2):
             rows = [a_row(f"r-{i}", step, 65) for i in range(index, 6, 2)]
             core.say(EngineCoreOutputs(1, step + 1, 0.0, rows, engine_index=index, weight_version=f"of {index}"))
-        nursery.start_soon(OutputHandler(engines[index], registry, recorder, KVEventHub(2)).run)
+        nursery.start_soon(OutputHandler(engines[index], registry, recorder, KVEventHub(2), 1).run)
     await wait_all_tasks_blocked()
 
     versions = {(request.engine_index, request.state.weight_version) for request in requests}

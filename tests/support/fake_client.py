@@ -6,7 +6,7 @@ Used by the tests of the HTTP server. It has the contract of the real one as far
 from __future__ import annotations
 
 import struct
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from types import TracebackType
@@ -20,11 +20,13 @@ from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.frontend.text.detokenizer import TokenTable
 from trio_llm.outputs import CompletionOutput, FinishReason, Logprob, PoolingOutput, RequestOutput, TokenLogprobs
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
+from trio_llm.tokenization import PLAIN, TokenizationParams
 from trio_llm.wire.messages import ModelConfig
 
 
@@ -110,15 +112,20 @@ class FakeRenderer:
             decode=lambda token_ids, skips: "",
         )
 
-    async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
+    async def render_prompt(
+        self, prompt: str | list[int], tokenization: TokenizationParams = PLAIN, *, room: int = 0
+    ) -> list[int]:
         await trio.lowlevel.checkpoint()
-        if not isinstance(prompt, str):
-            return prompt
-        ids = [ord(character) % 256 for character in prompt]
-        return [1, *ids] if add_special_tokens else ids
+        ids = prompt
+        if isinstance(ids, str):
+            ids = [ord(character) % 256 for character in ids]
+            ids = ids if tokenization.add_special_tokens is False else [1, *ids]
+        return tokenization.truncate(ids, max_model_len=MODEL_CONFIG.max_model_len, room=room)
 
-    async def render_prompts(self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool) -> list[list[int]]:
-        return [await self.render_prompt(prompt, add_special_tokens=add_special_tokens) for prompt in prompts]
+    async def render_prompts(
+        self, prompts: Sequence[str | list[int]], tokenization: TokenizationParams = PLAIN, *, room: int = 0
+    ) -> list[list[int]]:
+        return [await self.render_prompt(prompt, tokenization, room=room) for prompt in prompts]
 
     async def render_text(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         await trio.lowlevel.checkpoint()
@@ -127,9 +134,9 @@ class FakeRenderer:
     def token_text(self, token_id: int) -> str:
         return "<s>" if token_id == 1 else chr(token_id)
 
-    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    async def render_chat(self, messages: list[dict[str, Any]], **options: Any) -> str:
         await trio.lowlevel.checkpoint()
-        return [ord(character) % 256 for character in CHAT_TEMPLATE.render(messages, **options)]
+        return CHAT_TEMPLATE.render(messages, **options)
 
 
 @dataclass
@@ -140,6 +147,8 @@ class Asked:
     prompt: str | list[int]
     params: SamplingParams
     cache_salt: str | None = None
+    priority: int = 0
+    routing: Routing = ANYWHERE
     left: trio.Event = field(default_factory=trio.Event)
     """The block of the stream was left."""
     was_finished: bool = False
@@ -157,6 +166,8 @@ class Pooled:
     request_id: str
     prompt: str | list[int]
     params: PoolingParams
+    priority: int = 0
+    routing: Routing = ANYWHERE
 
 
 class FakeClient(EngineClient):
@@ -220,10 +231,22 @@ class FakeClient(EngineClient):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> _FakeStream:
         assert isinstance(prompt, str | list), "no route opens a session"
         script = self.scripts.pop(0) if self.scripts else self.script
-        asked = Asked(request_id or "made-up", prompt, params or SamplingParams(), cache_salt)
+        asked = Asked(
+            request_id or "made-up",
+            prompt,
+            params or SamplingParams(),
+            cache_salt,
+            priority,
+            Routing(data_parallel_rank=data_parallel_rank, session_id=session_id),
+        )
         return _FakeStream(self, asked, script)
 
     async def encode(
@@ -233,13 +256,19 @@ class FakeClient(EngineClient):
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         await trio.lowlevel.checkpoint()
         self.check_admission()
         assert isinstance(prompt, list), "routes render"
         if not prompt:
             raise InvalidRequestError("the prompt has no tokens", "prompt")
-        self.pooled.append(Pooled(request_id or "made-up", prompt, params or PoolingParams()))
+        routing = Routing(data_parallel_rank=data_parallel_rank, session_id=session_id)
+        self.pooled.append(Pooled(request_id or "made-up", prompt, params or PoolingParams(), priority, routing))
         self.num_pooling += 1
         try:
             vector = self.vectors.get(prompt[0], [float(len(prompt)), 1.0])

@@ -20,6 +20,7 @@ class RecordingStatLogger(StatLogger):
         self.num_first_tokens = 0
         self.reasons: list[str] = []
         """Finish reasons, in order."""
+        self.e2e_latencies_s: list[float] = []
         self.rejections: list[str] = []
         self.scheduler: SchedulerStats | None = None
         """The newest, of whichever engine."""
@@ -32,6 +33,7 @@ class RecordingStatLogger(StatLogger):
         self.num_tokens += iteration.num_generation_tokens
         self.num_first_tokens += len(iteration.time_to_first_token_s)
         self.reasons += [finished.finish_reason for finished in iteration.finished]
+        self.e2e_latencies_s += [finished.e2e_latency_s for finished in iteration.finished]
         self.scheduler = scheduler or self.scheduler
         self.engine_indices.add(engine_index)
 

@@ -14,7 +14,7 @@ import msgspec
 import typer
 from typer.main import get_command
 
-from trio_llm.cli import options
+from trio_llm.cli import chat_options, log_options, options, scaling_options
 from trio_llm.cli.output import checked_output
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import TrioLLMError
@@ -105,6 +105,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     served_model_name: options.ServedModelName = None,
     max_num_seqs: options.MaxNumSeqs = _ENGINE.max_num_seqs,
     max_num_batched_tokens: options.MaxNumBatchedTokens = _ENGINE.max_num_batched_tokens,
+    scheduling_policy: options.SchedulingPolicy = _ENGINE.scheduling_policy,
     step_time_target_s: options.StepTimeTarget = _ENGINE.step_time_target_s,
     max_num_queued_reqs: options.MaxNumQueuedReqs = _ENGINE.max_num_queued_reqs,
     max_num_queued_tokens: options.MaxNumQueuedTokens = _ENGINE.max_num_queued_tokens,
@@ -112,12 +113,18 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     num_gpu_blocks_override: options.NumBlocks = _ENGINE.num_gpu_blocks_override,
     disable_prefix_caching: options.DisablePrefixCaching = not _ENGINE.enable_prefix_caching,
     run_ahead: options.RunAhead = _ENGINE.run_ahead,
+    data_parallel_size: scaling_options.DataParallelSize = _ENGINE.data_parallel_size,
+    data_parallel_rank: scaling_options.DataParallelRank = _ENGINE.data_parallel_rank,
+    data_parallel_external_lb: scaling_options.DataParallelExternalLB = _ENGINE.data_parallel_external_lb,
+    disable_prefix_affinity: scaling_options.DisablePrefixAffinity = not _ENGINE.enable_prefix_affinity,
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     allow_unauthenticated: options.AllowUnauthenticated = _SERVER.allow_unauthenticated,
     max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
     body_timeout_s: options.BodyTimeout = _SERVER.body_timeout_s,
     sse_keep_alive_interval_s: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
+    output_proc_chunk_size: options.OutputProcChunkSize = _ENGINE.output_proc_chunk_size,
+    enable_per_request_metrics: options.PerRequestMetrics = _SERVER.enable_per_request_metrics,
     drain_timeout_s: options.DrainTimeout = _SERVER.drain_timeout_s,
     keep_alive_on_engine_death: options.KeepAlive = _SERVER.keep_alive_on_engine_death,
     on_engine_death: options.OnEngineDeath = _ENGINE.on_engine_death,
@@ -126,13 +133,19 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     dev_mode: options.DevMode = _SERVER.dev_mode,
     weights_root: options.WeightsRoot = _SERVER.weights_root,
     profile_dir: options.ProfileDir = _ENGINE.profile_dir,
-    log_level: options.LogLevel = "info",
-    disable_log_stats: options.DisableLogStats = _ENGINE.disable_log_stats,
-    enable_per_request_metrics: options.PerRequestMetrics = _SERVER.enable_per_request_metrics,
+    log_level: log_options.LogLevel = "info",
+    disable_log_stats: log_options.DisableLogStats = _ENGINE.disable_log_stats,
+    enable_log_requests: log_options.EnableLogRequests = _ENGINE.enable_log_requests,
+    max_log_len: log_options.MaxLogLen = _ENGINE.max_log_len,
+    otlp_traces_endpoint: log_options.OTLPTracesEndpoint = _ENGINE.otlp_traces_endpoint,
 ) -> int:
     """Serve MODEL with an OpenAI-compatible API. The port answers at once; /health is 503 until the model is loaded."""
     given = locals()
-    engine_config = EngineConfig(enable_prefix_caching=not disable_prefix_caching, **_fields_of(EngineConfig, given))
+    engine_config = EngineConfig(
+        enable_prefix_caching=not disable_prefix_caching,
+        enable_prefix_affinity=not disable_prefix_affinity,
+        **_fields_of(EngineConfig, given),
+    )
     server_config = ServerConfig(served_model_names=tuple(served_model_name or ()), **_fields_of(ServerConfig, given))
     from trio_llm.cli.serve import run_server
 
@@ -141,15 +154,15 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
 
 @app.command()
 def chat(
-    url: options.URL = f"http://{_SERVER.host}:{_SERVER.port}",
-    question: options.Question = None,
-    system_prompt: options.SystemPrompt = None,
-    model: options.ModelName = None,
-    max_tokens: options.MaxTokens = None,
-    temperature: options.Temperature = None,
+    url: chat_options.URL = f"http://{_SERVER.host}:{_SERVER.port}",
+    question: chat_options.Question = None,
+    system_prompt: chat_options.SystemPrompt = None,
+    model: chat_options.ModelName = None,
+    max_tokens: chat_options.MaxTokens = None,
+    temperature: chat_options.Temperature = None,
 ) -> int:
     """Chat with a server in the terminal. Ctrl-C ends an answer, Ctrl-D the chat."""
     from trio_llm.cli.chat import ChatOptions, run_chat
 
-    chat_options = ChatOptions(model=model, system_prompt=system_prompt, max_tokens=max_tokens, temperature=temperature)
-    return run_chat(url, chat_options, question=question)
+    asked = ChatOptions(model=model, system_prompt=system_prompt, max_tokens=max_tokens, temperature=temperature)
+    return run_chat(url, asked, question=question)

@@ -1,4 +1,4 @@
-"""The options of `trio-llm`, one alias each: name, help text and the panel of `--help` it stands in.
+"""The options of `trio-llm serve`, one alias each: name, help text and the panel of `--help` it stands in.
 
 Used by cli/main.py. Defaults stand there, taken from the configs, so that there is one place for each.
 """
@@ -9,24 +9,21 @@ from typing import Annotated, Final, Literal
 
 import typer
 
-from trio_llm.cli.value_parsers import parse_count, parse_decimal, parse_port, parse_temperature
+from trio_llm.cli.value_parsers import parse_count, parse_decimal, parse_port
 from trio_llm.config import Device as DeviceName
 from trio_llm.config import DType as DTypeName
+from trio_llm.config import SchedulingPolicy as SchedulingPolicyName
 
 _MODEL = "Model"
 _MEMORY = "Memory and scheduling"
 _SERVER = "Server"
 _FAILURE = "Failure"
 _DEV = "Control of the running engine"
-_LOGS = "Logs"
 
 OTHER_NAMES: Final = {"--kv-cache-memory-bytes": "--kv-cache-memory"}
 """Other spelling, and the option it stands for. Typer does not know them, so that `--help` shows one name per line."""
 
 OnEngineDeathName = Literal["restart", "exit"]
-LogLevelName = Literal["debug", "info", "warning", "error"]
-
-# ------------------------------------------------------------------------------------------- serve
 
 Model = Annotated[
     str | None,
@@ -219,6 +216,14 @@ SSEKeepAlive = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+PerRequestMetrics = Annotated[
+    bool,
+    typer.Option(
+        "--enable-per-request-metrics",
+        help="Tell in answers how long they took, in the field metrics.",
+        rich_help_panel=_SERVER,
+    ),
+]
 
 DevMode = Annotated[
     bool,
@@ -246,6 +251,26 @@ ProfileDir = Annotated[
         help="Folder for traces of the torch profiler.",
         show_default="no traces",
         rich_help_panel=_DEV,
+    ),
+]
+
+SchedulingPolicy = Annotated[
+    SchedulingPolicyName,
+    typer.Option(
+        "--scheduling-policy",
+        metavar="NAME",
+        help="fcfs: requests are served in the order in which they come. priority: those with a lower priority first.",
+        rich_help_panel=_MEMORY,
+    ),
+]
+OutputProcChunkSize = Annotated[
+    int,
+    typer.Option(
+        "--output-proc-chunk-size",
+        parser=parse_count,
+        metavar="N",
+        help="New tokens of different requests that are handled before other tasks of the server get a turn.",
+        rich_help_panel=_SERVER,
     ),
 ]
 
@@ -295,66 +320,5 @@ StallTimeout = Annotated[
         metavar="S",
         help="Seconds without a step while there is work, or without any sign of life; then the engine is killed.",
         rich_help_panel=_FAILURE,
-    ),
-]
-
-LogLevel = Annotated[
-    LogLevelName,
-    typer.Option(
-        "--log-level",
-        metavar="NAME",
-        help="Least severe log line to write: debug, info, warning or error.",
-        rich_help_panel=_LOGS,
-    ),
-]
-DisableLogStats = Annotated[
-    bool,
-    typer.Option(
-        "--disable-log-stats",
-        help="Compute no statistics: no line every ten seconds, and nothing of the engine in /metrics.",
-        rich_help_panel=_LOGS,
-    ),
-]
-PerRequestMetrics = Annotated[
-    bool,
-    typer.Option(
-        "--enable-per-request-metrics",
-        help="Tell in answers how long they took, in the field metrics.",
-        rich_help_panel=_LOGS,
-    ),
-]
-
-# -------------------------------------------------------------------------------------------- chat
-
-URL = Annotated[str, typer.Argument(metavar="URL", help="Address of the server.", show_default=True)]
-Question = Annotated[
-    str | None,
-    typer.Option("--question", "-q", metavar="TEXT", help="Ask this one question, print the answer and end."),
-]
-SystemPrompt = Annotated[
-    str | None, typer.Option("--system-prompt", metavar="TEXT", help="Instructions for the model, before the chat.")
-]
-ModelName = Annotated[
-    str | None,
-    typer.Option("--model", metavar="NAME", help="Name of the model.", show_default="the first one of the server"),
-]
-MaxTokens = Annotated[
-    int | None,
-    typer.Option(
-        "--max-tokens",
-        parser=parse_count,
-        metavar="N",
-        help="Longest answer, in tokens.",
-        show_default="the rest of the context",
-    ),
-]
-Temperature = Annotated[
-    float | None,
-    typer.Option(
-        "--temperature",
-        parser=parse_temperature,
-        metavar="T",
-        help="From 0, always the likeliest word, to 2.",
-        show_default="the server's",
     ),
 ]

@@ -15,12 +15,12 @@ import time
 import traceback
 from typing import Final, NoReturn
 
-from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.device import ProgressCallback
 from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.link import EngineLink
 from trio_llm.engine.loop import run_loop
+from trio_llm.engine.worker.system_limits import usable_cpus
 from trio_llm.errors import TrioLLMError
 from trio_llm.wire.boot import LENGTH_BYTES, EngineBoot, decode_boot
 from trio_llm.wire.messages import EngineDead, Progress
@@ -40,6 +40,9 @@ def main() -> NoReturn:
     # and from each other: beside two other busy processes a token took 2 to 3 times as long without this.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     boot = decode_boot(_read_exactly(int.from_bytes(_read_exactly(LENGTH_BYTES), "big")))
+    if (num_engines := boot.config.num_local_engines) > 1:
+        # For the same reason, unless the operator has set it.
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // num_engines)))
     threading.Thread(target=_exit_at_end_of_pipe, daemon=True).start()
     link = EngineLink(boot)
     try:
@@ -61,13 +64,14 @@ def _serve(boot: EngineBoot, link: EngineLink) -> None:
         link.send(Progress(boot.epoch, phase, done, total, boot.engine_index))
 
     report("starting", 0, 0)
-    executor = _load(boot.config, report)
+    executor = _load(boot, report)
     core = EngineCore(executor, boot.config, epoch=boot.epoch, engine_index=boot.engine_index, clock=time.monotonic)
     link.send(core.ready())
     run_loop(core, link)
 
 
-def _load(config: EngineConfig, progress: ProgressCallback) -> Executor:
+def _load(boot: EngineBoot, progress: ProgressCallback) -> Executor:
+    config = boot.config
     # Imported here, so that a fake engine does not wait seconds for torch.
     if config.fake is not None:
         from trio_llm.engine.executor.fake import load_fake
@@ -80,7 +84,7 @@ def _load(config: EngineConfig, progress: ProgressCallback) -> Executor:
         return load_fake(config, progress, model_dir=model_dir)
     from trio_llm.engine.executor.torch_executor import load_torch
 
-    return load_torch(config, progress)
+    return load_torch(config, progress, rank=boot.engine_index)
 
 
 def _tie_to_parent() -> None:

@@ -30,10 +30,11 @@ from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.core_client.base import CoreClient
 from trio_llm.frontend.kv_events import KVEventBatches, KVEventHub
 from trio_llm.frontend.library.library import LibraryCalls
-from trio_llm.frontend.loaded_model import LoadedModel, load_model
+from trio_llm.frontend.loaded_model import LoadedModel, describe_model, load_model
 from trio_llm.frontend.output_handler import OutputHandler
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.requests.balancing import Balancer
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
@@ -41,6 +42,7 @@ from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
 from trio_llm.frontend.statistics.loggers import open_recorder
 from trio_llm.frontend.statistics.stats import StatLoggerSource
 from trio_llm.frontend.statistics.totals import EngineStatistics
+from trio_llm.frontend.tracing.observers import open_observers
 from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["AsyncLLM"]
@@ -73,15 +75,15 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._engines = self._group.engines
         self._recorder = open_recorder(config, stat_loggers, num_engines=len(cores))
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
-        self._registry = RequestRegistry(self._engines, self._recorder, ledger)
-        self._submitter = RequestSubmitter(self, self._registry)
+        self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=Balancer.of(config))
+        self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = self._group.control
         self._kv_events = KVEventHub(len(cores))
         self._model: LoadedModel | None = None
         self._settled = trio.Event()
         """The model is loaded, or all engines are dead."""
         # The order in which they hear of an engine: requests are sent when all else is up to date.
-        self._group.listen(self._recorder, self, self._kv_events, self._registry)
+        self._group.listen(self._recorder, self._submitter.observers, self, self._kv_events, self._registry.recovery)
         for engine in self._engines:
             engine.count_unanswered = partial(self._registry.num_expected, engine.index)
 
@@ -203,7 +205,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         await self._load_model()
 
     async def _handle_outputs(self, engine: Engine) -> None:
-        await OutputHandler(engine, self._registry, self._recorder, self._kv_events).run()
+        chunk_size = self.config.output_proc_chunk_size
+        await OutputHandler(engine, self._registry, self._recorder, self._kv_events, chunk_size).run()
 
     async def _load_model(self) -> None:
         self._model = await load_model(self._engines, self._load_renderer)
@@ -233,14 +236,14 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         """Take over what another incarnation says about the model."""
         if engine.num_restarts == 0:
             return
-        assert engine.model is not None
         if self._model is not None:  # else the tokenizer is still being loaded
-            self._model = replace(self._model, config=engine.model, input_processor=InputProcessor(engine.model))
+            config = describe_model(self._engines)
+            self._model = replace(self._model, config=config, input_processor=InputProcessor(config))
         num_requests = self._registry.num_in_flight(engine.index)
-        logger.warning("engine %d is ready again and goes on with %d requests", engine.index, num_requests)
+        logger.warning("engine %d is ready again and goes on with %d requests", engine.rank, num_requests)
 
     def on_lost(self, engine: Engine, reason: str) -> None:
-        """Nothing: requests wait for the next incarnation."""
+        """Nothing: requests go on with another engine, or wait for the next incarnation."""
 
     def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
         """Let waiting callers look at what is left."""

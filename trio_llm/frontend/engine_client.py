@@ -6,12 +6,13 @@ The HTTP routes use nothing else. `AsyncLLM` implements it over local engine pro
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterable, Iterable, Sequence
+from collections.abc import AsyncIterable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING
 
-from trio_llm.errors import EngineDeadError, NotSupportedError
+from trio_llm.errors import EngineDeadError
 from trio_llm.frontend.control.status import EngineStatus
+from trio_llm.frontend.control_client import ControlClient
 from trio_llm.outputs import PoolingOutput
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from trio_llm.frontend.statistics.totals import EngineStatistics
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import SamplingParams
-    from trio_llm.wire.messages import ModelConfig, PlainValue
+    from trio_llm.tokenization import TokenizationParams
+    from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["EngineClient"]
 
 
-class EngineClient(abc.ABC):
+class EngineClient(ControlClient, abc.ABC):
     """A model to generate with, wherever it runs."""
 
     config: EngineConfig
@@ -50,7 +52,7 @@ class EngineClient(abc.ABC):
     # ------------------------------------------------------------------------------------- requests
 
     @abc.abstractmethod
-    def generate(
+    def generate(  # noqa: PLR0913 - what vLLM lets a request say, by the same names
         self,
         prompt: str | list[int] | AsyncIterable[StreamingInput],
         params: SamplingParams | None = None,
@@ -58,25 +60,35 @@ class EngineClient(abc.ABC):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> RequestStream:
         """Generate for one prompt (text or token ids).
 
         Use: `async with llm.generate(...) as stream: async for output in stream: ...`
 
         Args:
+            prompt: an async iterable makes the request a session: see `StreamingInput`.
             params: None: all defaults.
             request_id: the caller's id, 1 to 256 characters; need not be unique. None: one is made.
-            priority: requests with a lower one are served first; 64 bits.
+            priority: requests with a lower one are served first; 64 bits. Other ones than 0 are refused unless
+                `EngineConfig.scheduling_policy` is `priority`.
             cache_salt: 1 to 256 characters; only requests with the same salt share what is computed of their prompts.
                 None: shared with all requests that have none.
+            data_parallel_rank: of the engine that gets the request. None: the one with the least to do, or that knows
+                the beginning of the prompt.
+            session_id: 1 to 256 characters; the engine that had the last request of the same session gets this one.
+            tokenization: how a text becomes tokens, and how a long prompt is cut. None: all defaults. Not for sessions.
+            arrival_time: seconds since 1970, for a request that has waited elsewhere: latencies count from then.
+            trace_headers: `traceparent`, `tracestate`. None: the parent is OpenTelemetry's current span, if any.
 
         The deadline of the cancel scopes around the caller goes with the request: the engine drops it if it has not
         begun by then, and gets it again if the stream is read on all the same.
 
-        With an async iterable as the prompt, the request is a session: see `StreamingInput`.
-
-        Cancellation: the stream may be cancelled anywhere; leaving its block aborts the request in the engine,
-        which costs at most the step in flight.
+        Cancellation: anywhere; leaving the block aborts the request in the engine, which costs a step at most.
 
         Raises (on entering):
             InvalidRequestError: the request can never work.
@@ -87,20 +99,27 @@ class EngineClient(abc.ABC):
 
     @abc.abstractmethod
     def abort(self, request_ids: str | Iterable[str]) -> int:
-        """Abort every running request with one of these callers' ids. Synchronous; returns how many there were.
+        """Abort every running request with one of these callers' ids. Synchronous; returns how many there were. Their
+        readers get what was generated, with the finish reason `abort`."""
 
-        Their readers get what was generated, with the finish reason `abort`.
-        """
-
-    async def encode(
+    async def encode(  # noqa: PLR0913 - as `generate`
         self,
         prompt: str | list[int],
         params: PoolingParams | None = None,
         *,
         request_id: str | None = None,
         priority: int = 0,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        tokenization: TokenizationParams | None = None,
+        arrival_time: float | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> PoolingOutput:
         """One vector for one prompt (text or token ids): its embedding, or a number for each class.
+
+        Args:
+            params: None: all defaults.
+            others: as `generate`.
 
         The deadline of the cancel scopes around the caller goes with the request, as with `generate`.
 
@@ -110,8 +129,7 @@ class EngineClient(abc.ABC):
             InvalidRequestError: the request can never work.
             NotSupportedError: the model has no such task, or this client no such method.
             OverloadedError: as much is unfinished as may be.
-            EngineUnavailableError: the engine is loading, draining or asleep; also if the end of a drain ends this
-                request.
+            EngineUnavailableError: the engine is loading, draining or asleep; also if a drain ends this request.
             EngineGenerateError: this request failed, or was aborted by its id.
             EngineDeadError: the engine is gone.
         """
@@ -188,7 +206,7 @@ class EngineClient(abc.ABC):
         """What the loaded model can do: `generate`, `embed`, `classify`, `score`. Raises as `model_config`."""
 
     def is_tracing_enabled(self) -> bool:
-        """Spans are recorded for requests."""
+        """Spans of requests are recorded, and sent to a collector."""
         return False
 
     def statistics(self) -> EngineStatistics:
@@ -220,129 +238,3 @@ class EngineClient(abc.ABC):
     @abc.abstractmethod
     def do_log_stats(self) -> None:
         """Write one line of statistics to the log now."""
-
-    # --------------------------------------- control; NotSupportedError from clients that do not implement a method
-    #
-    # Calls that change something are made one after the other, in the order in which they came, between two steps of
-    # the engine. Each is idempotent. A call that is cancelled before its turn is not made; later it is carried out all
-    # the same. Each raises EngineUnavailableError while the model loads, and EngineDeadError when the engine is gone.
-
-    async def sleep(self, level: int = 1) -> None:
-        """Give back the memory of the KV cache, and the weights' memory on the device, until `wake_up`.
-
-        Level 1 keeps the weights in host memory, level 2 drops them. Running requests wait, and are computed again from
-        their first token on; new ones are refused with EngineUnavailableError.
-
-        Raises:
-            InvalidRequestError: there is no such level.
-        """
-        self._refuse("sleep")
-
-    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Undo `sleep`: for `weights`, for `kv_cache`, or for both. Requests go on when both are awake.
-
-        Weights that were dropped are read again from where they came from.
-
-        Raises:
-            InvalidRequestError: there is no such tag.
-            EngineGenerateError: not enough memory, or the weights cannot be read: that part still sleeps.
-        """
-        self._refuse("wake_up")
-
-    async def is_sleeping(self) -> bool:
-        """Whether any part is asleep."""
-        self._refuse("is_sleeping")
-
-    async def pause_generation(self, *, mode: str = "abort", clear_cache: bool = True) -> None:
-        """Stop generating until `resume_generation`. New requests are taken, and wait.
-
-        Args:
-            mode: `abort`: unfinished requests end, with that finish reason. `wait`: those that have begun go on, and
-                this returns when they are over. `keep`: they stop where they are, and go on from there.
-            clear_cache: no later request finds what was computed before.
-
-        Cancellation: as above; once begun, the pause stays in force.
-
-        Raises:
-            InvalidRequestError: there is no such mode.
-            EngineGenerateError: `wait`, and another call has undone the pause before those were over.
-        """
-        self._refuse("pause_generation")
-
-    async def resume_generation(self) -> None:
-        """Undo `pause_generation`."""
-        self._refuse("resume_generation")
-
-    async def is_paused(self) -> bool:
-        """Whether `pause_generation` is in force."""
-        self._refuse("is_paused")
-
-    async def reset_prefix_cache(self) -> None:
-        """Let no later request find what was computed before."""
-        self._refuse("reset_prefix_cache")
-
-    async def collective_rpc(
-        self, method: str, args: Sequence[PlainValue] = (), *, timeout_s: float | None = None
-    ) -> list[Any]:
-        """Call a method on every worker. Returns one answer per worker.
-
-        The methods: `ping`, `memory_info` (bytes), `model_info`, `check_scheduler`.
-
-        Args:
-            timeout_s: up to a day.
-
-        Cancellation: the answer is dropped.
-
-        Raises:
-            InvalidRequestError: there is no such method (the text lists those there are), or it takes other arguments.
-            EngineGenerateError: it failed.
-            RequestTimeoutError: no answer came in time.
-        """
-        self._refuse("collective_rpc")
-
-    async def start_profile(self) -> None:
-        """Start the engine's profiler, unless it runs.
-
-        Raises:
-            NotSupportedError: there is no `profile_dir`, or nothing to profile.
-        """
-        self._refuse("start_profile")
-
-    async def stop_profile(self) -> str | None:
-        """Stop the engine's profiler. Returns the path of the trace, None if it did not run. Raises as `start_profile`,
-        and EngineGenerateError if the trace cannot be written."""
-        self._refuse("stop_profile")
-
-    async def update_weights(self, path: str, *, version: str) -> None:
-        """Compute all tokens from now on with other weights of the same architecture.
-
-        Running requests go on, and their tokens so far are computed again; the prefix cache is emptied. All is checked
-        before anything is changed.
-
-        Args:
-            path: a directory in Hugging Face form.
-            version: what `RequestOutput.weight_version` says from now on; up to 256 characters.
-
-        Raises:
-            InvalidRequestError: the directory has no such weights, or the weights sleep now. Nothing has changed.
-        """
-        self._refuse("update_weights")
-
-    async def add_lora(self, name: str, path: str) -> None:
-        """Load an adapter."""
-        self._refuse("add_lora")
-
-    async def remove_lora(self, name: str) -> None:
-        """Unload an adapter."""
-        self._refuse("remove_lora")
-
-    async def list_loras(self) -> list[str]:
-        """Names of the loaded adapters."""
-        self._refuse("list_loras")
-
-    async def pin_lora(self, name: str) -> None:
-        """Keep an adapter loaded."""
-        self._refuse("pin_lora")
-
-    def _refuse(self, method: str) -> NoReturn:
-        raise NotSupportedError(f"{type(self).__name__} does not support {method}()")

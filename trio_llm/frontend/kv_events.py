@@ -131,7 +131,7 @@ class KVEventHub:
 
     def on_lost(self, engine: Engine, reason: str) -> None:
         """An engine is dead and another one is started, which has nothing in its cache."""
-        self._put(KVEventBatch(self._last_s.get(engine.index, 0.0), [AllBlocksCleared()], engine.index))
+        self._put(KVEventBatch(self._last_s.get(engine.rank, 0.0), [AllBlocksCleared()], engine.rank))
 
     def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
         """An engine is gone. After the last one, each subscriber gets what it is owed, then the error."""

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from trio_llm.errors import EngineStartupError
 from trio_llm.frontend.control.engine import Engine
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.wire.messages import ModelConfig, Progress
 
-__all__ = ["LoadedModel", "load_model"]
+__all__ = ["LoadedModel", "describe_model", "load_model"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,16 +42,23 @@ async def load_model(
         return None
     for engine in engines:
         engine.monitor.progress = Progress(0, "tokenizer", 0, 0)
-    model = engines[0].model
-    assert model is not None
     try:
-        renderer = await load_renderer(model)
+        renderer = await load_renderer(describe_model(engines))
     except EngineStartupError as error:
         _kill_all(engines, str(error))
         return None
-    model = engines[0].model  # as another incarnation describes it, if the first one died meanwhile
-    assert model is not None
+    model = describe_model(engines)  # as other incarnations describe it, if one died meanwhile
     return LoadedModel(model, renderer, InputProcessor(model))
+
+
+def describe_model(engines: Sequence[Engine]) -> ModelConfig:
+    """The model that they all run, with the shortest of their context lengths: any of them may get a request.
+
+    Each has said once that it is ready.
+    """
+    models = [engine.model for engine in engines if engine.model is not None]
+    shortest = min(model.max_model_len for model in models)
+    return msgspec.structs.replace(models[0], max_model_len=shortest)
 
 
 def _kill_all(engines: Sequence[Engine], reason: str) -> None:

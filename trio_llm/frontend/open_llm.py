@@ -1,4 +1,4 @@
-"""open_llm: start an engine, and stop it at the end of the block.
+"""open_llm: start the engines, and stop them at the end of the block.
 
 The nursery held here owns every task of an `AsyncLLM`; docs/architecture.md lists them.
 """
@@ -31,7 +31,7 @@ async def open_llm(
     stat_loggers: Sequence[StatLoggerSource] = (),
     keep_alive_on_engine_death: bool = False,
 ) -> AsyncIterator[AsyncLLM]:
-    """Start an engine, and stop it when the block is left.
+    """Start the engines, one unless `data_parallel_size` says more, and stop them when the block is left.
 
     Args:
         config: what to run; a string is a model directory, None the embedded model.
@@ -41,28 +41,26 @@ async def open_llm(
             `AggregateStatLogger` one for all. Plugins (entry points `trio_llm.stat_loggers`) get them as well.
         keep_alive_on_engine_death: tells servers to go on answering when the engine is gone.
 
-    Cancellation: leaving the block, by any way, stops the engine process; this takes up to about four seconds.
+    Cancellation: leaving the block, by any way, stops the engine processes; this takes up to about four seconds,
+        and three more if traces are sent and their collector does not answer.
 
     Raises:
-        ConfigError: `config` is no model directory.
-        EngineStartupError: the engine ended before it was ready (only with `wait_until_ready`).
+        ConfigError: `config` is no model directory, or traces are asked for without OpenTelemetry.
+        EngineStartupError: an engine ended before it was ready (only with `wait_until_ready`).
     """
     if not isinstance(config, EngineConfig):
         config = EngineConfig(model=config)
-    async with open_llm_over(
-        _make_core(config),
-        config,
-        wait_until_ready=wait_until_ready,
-        stat_loggers=stat_loggers,
-        keep_alive_on_engine_death=keep_alive_on_engine_death,
-    ) as llm:
+    cores = [_make_core(config, config.first_rank + index) for index in range(config.num_local_engines)]
+    llm = AsyncLLM(cores, config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
+    async with open_tasks(llm, wait_until_ready=wait_until_ready):
         yield llm
 
 
-def _make_core(config: EngineConfig) -> CoreClient:
+def _make_core(config: EngineConfig, rank: int) -> CoreClient:
+    make = partial(OneEngineClient, config, engine_index=rank)
     if config.on_engine_death == "exit":
-        return OneEngineClient(config)
-    return RestartingClient(partial(OneEngineClient, config), RestartPolicy(config.max_engine_restarts))
+        return make()
+    return RestartingClient(make, RestartPolicy(config.max_engine_restarts))
 
 
 @asynccontextmanager
@@ -84,13 +82,16 @@ async def open_llm_over(
 async def open_tasks(llm: AsyncLLM, *, wait_until_ready: bool = True) -> AsyncIterator[None]:
     """Own the tasks of a new `llm` while the block lasts; the rest of what `open_llm` does. Raises as it does."""
     with unwrap_single():
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(llm._run, nursery)
-            try:
-                if wait_until_ready:
-                    await llm.wait_until_ready()
-                yield
-            finally:
-                # Readers in nurseries outside this block must not wait for ever.
-                llm._close()
-                nursery.cancel_scope.cancel()
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(llm._run, nursery)
+                try:
+                    if wait_until_ready:
+                        await llm.wait_until_ready()
+                    yield
+                finally:
+                    # Readers in nurseries outside this block must not wait for ever.
+                    llm._close()
+                    nursery.cancel_scope.cancel()
+        finally:
+            await llm._submitter.observers.aclose()

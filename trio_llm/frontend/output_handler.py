@@ -26,23 +26,31 @@ __all__ = ["OutputHandler"]
 
 logger = logging.getLogger(__name__)
 
-_SLICE_ROWS: Final = 128
-"""Rows handled between two schedule points, so that a large batch does not keep other tasks waiting."""
 _MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024
 """Memory of unread output for one choice of a request: about ten thousand tokens."""
 
 
 class OutputHandler:
-    """Delivers one engine's rows."""
+    """Delivers one engine's rows.
+
+    Args:
+        chunk_size: rows handled between two schedule points, so that a large batch does not keep other tasks waiting.
+    """
 
     def __init__(
-        self, engine: Engine, registry: RequestRegistry, recorder: StatisticsRecorder, kv_events: KVEventHub
+        self,
+        engine: Engine,
+        registry: RequestRegistry,
+        recorder: StatisticsRecorder,
+        kv_events: KVEventHub,
+        chunk_size: int,
     ) -> None:
         self._engine = engine
         self._registry = registry
         self._recorder = recorder
         self._engine_recorder = recorder.engines[engine.index]
         self._kv_events = kv_events
+        self._chunk_size = chunk_size
         self._slice_rows = 0
         """Rows since the last schedule point."""
         self._aborted: list[RequestState] = []
@@ -91,9 +99,9 @@ class OutputHandler:
         counts_tokens = recorder is not None
         num_tokens, latencies_s = 0, []
         now_s = trio.current_time()
-        num_rows = self._slice_rows
+        num_rows, chunk_size = self._slice_rows, self._chunk_size
         for row in rows:
-            if num_rows >= _SLICE_ROWS:  # before a row: behind the last one, the wait for a message is a schedule point
+            if num_rows >= chunk_size:  # before a row: behind the last one, the wait for a message is a schedule point
                 num_rows = 0
                 await trio.lowlevel.checkpoint()
                 processor.weight_version = weight_version  # rows of another engine may have been read meanwhile

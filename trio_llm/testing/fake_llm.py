@@ -10,6 +10,7 @@ import functools
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -56,6 +57,8 @@ class FakeRequest:
     """The parameters with their defaults."""
     pooling: PoolingParams | None = None
     """Set for a request of a vector. Then `params` has no meaning."""
+    rank: int = 0
+    """Of the engine that got it; of the newest one, if it was sent again."""
     was_aborted: bool = False
     """The front end has aborted it: the reader left, or a stop string was found."""
 
@@ -65,23 +68,28 @@ class FakeLLM(AsyncLLM):
 
     def __init__(
         self,
-        executor: AnsweringExecutor,
+        executors: Sequence[AnsweringExecutor],
         config: EngineConfig,
         stat_loggers: Sequence[StatLoggerSource],
         *,
         step_s: float,
     ) -> None:
-        self._executor = executor
+        self._executors = executors
+        """By the engine's index."""
         self._engine_config = config
         self._step_s = step_s
-        client: CoreClient = (
-            RestartingClient(self._make_core, RestartPolicy(config.max_engine_restarts))
-            if config.on_engine_death == "restart"
-            else self._make_core(1)
-        )
-        super().__init__([client], config, stat_loggers, keep_alive_on_engine_death=False)
+        self._fake_cores: dict[int, InMemoryCoreClient] = {}
+        """The link to the newest incarnation of each engine, by its index."""
         self._requests: dict[str, FakeRequest] = {}
         """By internal id, in order."""
+        cores: list[CoreClient] = []
+        for index in range(len(executors)):
+            make = partial(self._make_core, index)
+            restarts = config.on_engine_death == "restart"
+            cores.append(
+                RestartingClient(make, RestartPolicy(config.max_engine_restarts)) if restarts else make(epoch=1)
+            )
+        super().__init__(cores, config, stat_loggers, keep_alive_on_engine_death=False)
 
     # --------------------------------------------------------------------------------------- answers
 
@@ -95,7 +103,8 @@ class FakeLLM(AsyncLLM):
 
     @answers.setter
     def answers(self, answers: Mapping[str, str]) -> None:
-        self._executor.answers = answers
+        for executor in self._executors:
+            executor.answers = answers
 
     @property
     def answer(self) -> str | None:
@@ -104,70 +113,84 @@ class FakeLLM(AsyncLLM):
 
     @answer.setter
     def answer(self, answer: str | None) -> None:
-        self._executor.answer = answer
+        for executor in self._executors:
+            executor.answer = answer
 
     # ---------------------------------------------------------------------------------------- faults
 
-    def kill(self, reason: str = "killed by the test") -> None:
-        """End the engine, as a crash does. Readers get what was sent, then EngineDeadError with `reason`. With
-        `on_engine_death="restart"` another engine starts half a second later, and readers get the rest."""
-        self._engines[0].core.kill(reason)
+    def kill(self, reason: str = "killed by the test", *, engine: int = 0, for_good: bool = False) -> None:
+        """End an engine, as a crash does. Readers get what was sent, then EngineDeadError with `reason`. With
+        `on_engine_death="restart"` another incarnation starts half a second later, and readers get the rest; with
+        several engines another engine goes on with them at once.
 
-    def stall(self) -> None:
-        """Let the engine hang: it reads nothing and finishes no step until `resume`. It is killed when it has hung for
+        Args:
+            engine: its index.
+            for_good: no other incarnation follows.
+        """
+        self._engines[engine].core.kill(reason, for_good=for_good)
+
+    def stall(self, *, engine: int = 0) -> None:
+        """Let an engine hang: it reads nothing and finishes no step until `resume`. It is killed when it has hung for
         `stall_timeout_s`."""
-        self._fake_core.pause()
+        self._fake_cores[engine].pause()
 
-    def resume(self) -> None:
+    def resume(self, *, engine: int = 0) -> None:
         """End `stall`; nothing was lost."""
-        self._fake_core.resume()
+        self._fake_cores[engine].resume()
 
     def slow(self, step_s: float) -> None:
-        """Let each step, from the next one on, take `step_s` seconds of Trio's clock."""
-        self._step_s = self._fake_core.step_s = step_s
+        """Let each step of all engines, from the next one on, take `step_s` seconds of Trio's clock."""
+        self._step_s = step_s
+        for core in self._fake_cores.values():
+            core.step_s = step_s
 
-    def drop_next_frame(self) -> None:
-        """Lose the next message of the engine that has tokens.
+    def drop_next_frame(self, *, engine: int = 0) -> None:
+        """Lose the next message of an engine that has tokens.
 
         The front end notices that at the next message, a second later if no request causes one, and ends the engine as
         `kill` does.
         """
-        self._fake_core.drop_next_frame()
+        self._fake_cores[engine].drop_next_frame()
 
-    def faulty_token(self) -> None:
+    def faulty_token(self, *, engine: int = 0) -> None:
         """Let the next row of a step have a token that cannot be, as from broken logits. That request fails alone."""
-        self._executor.faults.append(SampledToken(-1))
+        self._executors[engine].faults.append(SampledToken(-1))
 
-    def fail_next_row(self, message: str = "failed by the test") -> None:
+    def fail_next_row(self, message: str = "failed by the test", *, engine: int = 0) -> None:
         """Let the next row of a step fail with this message. That request fails alone, with EngineGenerateError."""
-        self._executor.faults.append(RowError(message))
+        self._executors[engine].faults.append(RowError(message))
 
     # ------------------------------------------------------------------------------------ inspection
 
     @property
     def core(self) -> InMemoryCoreClient:
-        """The link to the engine, for messages that the test injects. A restart replaces it."""
-        return self._fake_core
+        """The link to the first engine, for messages that the test injects. A restart replaces it."""
+        return self._fake_cores[0]
+
+    @property
+    def cores(self) -> list[InMemoryCoreClient]:
+        """The links to all engines, in their order."""
+        return [self._fake_cores[engine.index] for engine in self._engines]
 
     @property
     def requests(self) -> list[FakeRequest]:
-        """All requests that were sent to the engine, in order. A session is shown with its first input."""
+        """All requests that were sent to engines, in order. A session is shown with its first input."""
         return list(self._requests.values())
 
     @property
     def num_running(self) -> int:
-        """Sequences that the scheduler runs at this moment."""
-        return self._fake_core.core.stats.num_running
+        """Sequences that the schedulers run at this moment."""
+        return sum(core.core.stats.num_running for core in self.cores)
 
     @property
     def num_waiting(self) -> int:
-        """Sequences in the scheduler's queue at this moment. Requests that the engine has not read are not counted."""
-        return self._fake_core.core.stats.num_waiting
+        """Sequences in the schedulers' queues at this moment. Requests that no engine has read are not counted."""
+        return sum(core.core.stats.num_waiting for core in self.cores)
 
     @property
     def num_free_blocks(self) -> int:
         """KV blocks that no sequence holds at this moment."""
-        return self._fake_core.core.stats.num_free_blocks
+        return sum(core.core.stats.num_free_blocks for core in self.cores)
 
     async def assert_idle(self) -> None:
         """Assert that nothing is left of any request, in the front end, in the scheduler and in the KV cache.
@@ -182,7 +205,8 @@ class FakeLLM(AsyncLLM):
         running = [request.state.external_id for request in self._registry.in_flight.values() if request.is_unfinished]
         assert not running, f"unfinished requests, whose blocks the program is still in: {running}"
         if self.dead_error is None:
-            assert not self.core.is_paused, "the engine is stalled, so nothing can be confirmed; call resume() first"
+            stalled = [engine for engine in self._engines if not engine.is_dead and self.cores[engine.index].is_paused]
+            assert not stalled, "an engine is stalled, so nothing can be confirmed; call resume() first"
         await self.wait_idle()
         self._registry.check()
         assert len(self._registry) == 0
@@ -194,20 +218,35 @@ class FakeLLM(AsyncLLM):
         assert counts["num_free_blocks"] == counts["num_blocks"], counts
         assert not any(engine.utilities._waiting for engine in self._engines)
 
-    def _make_core(self, epoch: int) -> InMemoryCoreClient:
-        self._fake_core = InMemoryCoreClient(self._executor, self._engine_config, step_s=self._step_s, epoch=epoch)
-        self._fake_core.on_sent = self._remember
-        return self._fake_core
+    @property
+    def _executor(self) -> AnsweringExecutor:
+        """The first engine's."""
+        return self._executors[0]
+
+    def _make_core(self, index: int, epoch: int) -> InMemoryCoreClient:
+        config = self._engine_config
+        core = InMemoryCoreClient(
+            self._executors[index], config, step_s=self._step_s, epoch=epoch, engine_index=config.first_rank + index
+        )
+        core.on_sent = self._remember
+        self._fake_cores[index] = core
+        return core
 
     def _remember(self, message: ToEngine) -> None:
-        if isinstance(message, EngineCoreRequest) and message.request_id not in self._requests:
+        if isinstance(message, EngineCoreRequest):
+            in_flight = self._registry.in_flight[message.request_id]
+            rank = self._engines[in_flight.engine_index].rank
+            if known := self._requests.get(message.request_id):
+                known.rank = rank
+                return
             prompt = message.prompt_token_ids
             self._requests[message.request_id] = FakeRequest(
-                request_id=self._registry.in_flight[message.request_id].state.external_id,
+                request_id=in_flight.state.external_id,
                 prompt=read_text(prompt),
                 token_ids=prompt,
                 params=message.params,
                 pooling=message.pooling_params,
+                rank=rank,
             )
         elif isinstance(message, Abort):
             for request_id in self._requests.keys() & set(message.request_ids):
@@ -241,6 +280,7 @@ async def open_fake_llm(
     answers: Mapping[str, str] | None = None,
     answer: str | None = None,
     step_s: float = 0.0,
+    num_engines: int = 1,
     stat_loggers: Sequence[StatLoggerSource] = (),
     wait_until_ready: bool = True,
     **settings: Any,
@@ -253,6 +293,7 @@ async def open_fake_llm(
         answer: the text for all other prompts. None: letters without end, up to `max_tokens` or the context; the same
             for the same prompt with the same seed, or at temperature 0.
         step_s: seconds of Trio's clock that each step takes; 0: only a schedule point.
+        num_engines: engines that share the requests; the same as `data_parallel_size`.
         stat_loggers: as `open_llm`.
         wait_until_ready: False: enter while the model seems to load.
         settings: fields of EngineConfig, such as `max_model_len`, `max_num_seqs` or `num_gpu_blocks_override`; and
@@ -267,12 +308,13 @@ async def open_fake_llm(
     """
     fake_fields = {name: settings.pop(name) for name in _FAKE_FIELDS & settings.keys()}
     fake = FakeEngineConfig(logits_width=LOGITS_WIDTH, **{"eos_token_ids": (END,), **fake_fields})
-    config = EngineConfig(fake=fake, **{"on_engine_death": "exit", **settings})
+    config = EngineConfig(fake=fake, **{"on_engine_death": "exit", "data_parallel_size": num_engines, **settings})
     if config.max_model_len is not None:
         fake = msgspec.structs.replace(fake, max_model_len=config.max_model_len)
-    executor = AnsweringExecutor(fake, num_blocks=config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS)
-    executor.answers = {} if answers is None else answers
-    executor.answer = answer
-    llm = FakeLLM(executor, config, stat_loggers, step_s=step_s)
+    num_blocks = config.num_gpu_blocks_override or DEFAULT_NUM_BLOCKS
+    executors = [AnsweringExecutor(fake, num_blocks=num_blocks) for _ in range(config.num_local_engines)]
+    llm = FakeLLM(executors, config, stat_loggers, step_s=step_s)
+    llm.answers = {} if answers is None else answers
+    llm.answer = answer
     async with open_tasks(llm, wait_until_ready=wait_until_ready):
         yield llm

@@ -84,7 +84,12 @@ SHARED: dict[str, list[Any]] = {
     "structured_outputs": [{"json": {}}, [], ""],
     "guided_json": [{}],
     "return_token_ids": NOT_BOOLS,
-    "priority": [1, -1, HUGE],
+    "priority": [2**63, -(2**63) - 1, HUGE, MANY_DIGITS, 1.5, *NOT_NUMBERS],
+    "add_special_tokens": NOT_BOOLS,
+    "truncate_prompt_tokens": [0, -2, 4097, 1.5, HUGE, MANY_DIGITS, *NOT_NUMBERS],
+    "truncation_side": ["", "LEFT", "both", *NOT_TEXT],
+    "return_prompt_text": NOT_BOOLS,
+    "return_weight_versions": NOT_BOOLS,
     "cache_salt": ["", "x" * (MAX_CACHE_SALT_CHARS + 1), *NOT_TEXT],
 }
 CHAT_ONLY: dict[str, list[Any]] = {
@@ -99,13 +104,11 @@ CHAT_ONLY: dict[str, list[Any]] = {
     "chat_template_kwargs": [[], "", 1, {str(index): 1 for index in range(65)}],
     "add_generation_prompt": NOT_BOOLS,
     "continue_final_message": NOT_BOOLS,
-    "add_special_tokens": [True],
     "echo": [True, 0],
 }
 COMPLETION_ONLY: dict[str, list[Any]] = {
     "logprobs": [-1, 21, 1.5, HUGE, *NOT_NUMBERS],
     "suffix": ["x", 1],
-    "add_special_tokens": NOT_BOOLS,
     "echo": NOT_BOOLS,
 }
 
@@ -265,6 +268,7 @@ async def test_of_many_fields_that_are_not_supported_ten_are_listed() -> None:
 
 WHOLE: dict[str, Any] = {
     **dict.fromkeys(("top_k", "seed", "n", "max_tokens", "min_tokens", "prompt_logprobs"), 2.0),
+    "truncate_prompt_tokens": -1.0,
     "stop_token_ids": [2.0, 3],
     "allowed_token_ids": [2.0, 3],
     "best_of": 1.0,

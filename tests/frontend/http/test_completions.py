@@ -72,6 +72,7 @@ async def test_the_whole_answer_has_every_field_of_its_shape() -> None:
                 "token_ids": None,
                 "prompt_logprobs": None,
                 "prompt_token_ids": None,
+                "prompt_text": None,
             }
         ],
         "service_tier": None,

@@ -14,7 +14,8 @@ from tests.support.fake_client import End, FakeClient, Held, Pause, Step
 from trio_llm.errors import EngineGenerateError
 from trio_llm.frontend.http.answers.generation import Generation, RunningRequests
 from trio_llm.frontend.http.event_stream import FIRST_OUTPUT_S, EventStreamResponse
-from trio_llm.frontend.http.openai.responses import AnswerHead, CompletionChunks, StreamUsage
+from trio_llm.frontend.http.openai.chunks import CompletionChunks, StreamUsage
+from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.server.shell import Message, Receive, Scope, Send
 from trio_llm.sampling import SamplingParams
 

@@ -214,13 +214,14 @@ BAD_FIELDS: dict[str, list[Any]] = {
     "timeout": [-1, 0, 86401, "1", True, []],
     "request_id": [*NOT_TEXT, "", "a b", "a" * 129],
     "dimensions": [1, 512, "x"],
-    "truncate_prompt_tokens": [-1, 5],
+    "truncate_prompt_tokens": [0, -2, 4097, 2**64, 1.5, "1", True, []],
+    "truncation_side": ["", "middle", 1, []],
     "messages": [{}, [{"role": "user", "content": "x"}]],
     "embed_dtype": ["float16", "bytes", 1],
     "endianness": ["big", 1],
     "use_activation": [False, 1],
     "cache_salt": ["", "x"],
-    "priority": [1, True],
+    "priority": [2**63, -(2**63) - 1, 1.5, "1", True, []],
     "mm_processor_kwargs": [{"a": 1}, []],
 }
 BAD_INPUTS: list[Any] = [

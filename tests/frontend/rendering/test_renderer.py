@@ -18,6 +18,7 @@ from trio_llm.errors import InvalidRequestError, PromptTooLongError
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import INLINE_CHARS, MAX_THREADS, Renderer
 from trio_llm.frontend.rendering.tokenizer import Tokenizer
+from trio_llm.tokenization import PLAIN, TokenizationParams
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}bot:{% endif %}"
@@ -55,6 +56,11 @@ def make_renderer(
     return Renderer(tokenizer, ChatTemplate(template), max_model_len=max_model_len), tokenizer
 
 
+async def chat_ids(renderer: Renderer, messages: list[dict[str, Any]], **options: Any) -> list[int]:
+    """The ids of a conversation, as servers and programs get them."""
+    return await renderer.render_prompt(await renderer.render_chat(messages, **options), PLAIN.for_chat())
+
+
 async def test_text_becomes_ids_and_ids_stay_as_they_are() -> None:
     renderer, tokenizer = make_renderer()
 
@@ -68,14 +74,14 @@ async def test_special_tokens_are_added_to_prompts_but_not_to_chats() -> None:
     plain = tokenizer.encode("he", add_special_tokens=False)
 
     assert await renderer.render_prompt("he") == [1, *plain]
-    assert await renderer.render_prompt("he", add_special_tokens=False) == plain
-    assert await renderer.render_chat([{"role": "user", "content": "he"}]) == plain
+    assert await renderer.render_prompt("he", TokenizationParams(add_special_tokens=False)) == plain
+    assert await chat_ids(renderer, [{"role": "user", "content": "he"}]) == plain
 
 
 async def test_a_conversation_becomes_the_ids_of_its_text() -> None:
     renderer, tokenizer = make_renderer()
 
-    token_ids = await renderer.render_chat([{"role": "user", "content": "hello"}])
+    token_ids = await chat_ids(renderer, [{"role": "user", "content": "hello"}])
 
     assert token_ids == tokenizer.encode("user: hello\nbot:", add_special_tokens=False)
 
@@ -86,7 +92,7 @@ async def test_small_texts_are_encoded_in_place_and_big_ones_in_a_worker_thread(
 
     await renderer.render_prompt(small)
     await renderer.render_prompt(big)
-    await renderer.render_chat([{"role": "user", "content": big}])
+    await chat_ids(renderer, [{"role": "user", "content": big}])
 
     here = threading.current_thread()
     assert [thread is here for thread in tokenizer.threads] == [True, False, False]
@@ -116,7 +122,7 @@ async def test_big_conversations_are_rendered_in_a_worker_thread(
         load_tokenizer(tiny_tokenizers.byte_level_json()), RecordingTemplate("short {{ text }}"), max_model_len=1000
     )
 
-    await renderer.render_chat(messages, **options)
+    await chat_ids(renderer, messages, **options)
 
     assert [thread is threading.current_thread() for thread in threads] == [in_place]
 
@@ -165,7 +171,7 @@ async def test_a_caller_cancelled_before_the_start_gets_nothing(render: str) -> 
         if render == "prompt":
             await renderer.render_prompt("x")
         else:
-            await renderer.render_chat([{"role": "user", "content": "x"}])
+            await chat_ids(renderer, [{"role": "user", "content": "x"}])
 
     assert scope.cancelled_caught
     assert tokenizer.threads == []
@@ -179,7 +185,7 @@ async def test_text_that_cannot_fit_is_refused_before_it_is_encoded() -> None:
     with pytest.raises(PromptTooLongError, match=r"maximum context length is 10 tokens.* 11 tokens or more"):
         await renderer.render_prompt("a" * 81)
     with pytest.raises(PromptTooLongError, match=r"maximum context length is 10 tokens.* 12 tokens or more"):
-        await renderer.render_chat([{"role": "user", "content": "a" * 81}])
+        await chat_ids(renderer, [{"role": "user", "content": "a" * 81}])
 
     assert tokenizer.threads == []
     assert len(await renderer.render_prompt("</think>" * 10)) == 10
@@ -193,7 +199,7 @@ async def test_lone_surrogates_are_refused_with_their_place(text: str) -> None:
         await renderer.render_prompt(text)
     assert caught.value.param == "prompt"
     with pytest.raises(InvalidRequestError, match="lone surrogate") as caught:
-        await renderer.render_chat([{"role": "system", "content": "x"}, {"role": "user", "content": text}])
+        await chat_ids(renderer, [{"role": "system", "content": "x"}, {"role": "user", "content": text}])
     assert caught.value.param == "messages.1.content"
     assert tokenizer.threads == []
 
@@ -203,7 +209,7 @@ async def test_a_model_without_a_template_takes_prompts_only() -> None:
 
     assert await renderer.render_prompt("hello")
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        await renderer.render_chat([{"role": "user", "content": "x"}])
+        await chat_ids(renderer, [{"role": "user", "content": "x"}])
 
 
 async def test_a_model_directory_gives_prompts_chats_and_a_table(tmp_path: Path) -> None:
@@ -212,7 +218,7 @@ async def test_a_model_directory_gives_prompts_chats_and_a_table(tmp_path: Path)
 
     renderer = await trio.to_thread.run_sync(lambda: Renderer.load(tmp_path, 100, logits_width=512))
 
-    chat = await renderer.render_chat([{"role": "user", "content": "x"}])
+    chat = await chat_ids(renderer, [{"role": "user", "content": "x"}])
     assert [renderer.token_table.token_bytes(token_id) for token_id in chat] == [b"<|end|>", b"hello"]
     assert await renderer.render_prompt("hello") == chat[1:]
     assert len(renderer.token_table.bytes_by_id) == 512

@@ -225,7 +225,7 @@ async def test_the_load_is_asked_for_once_for_token_ids_and_once_more_before_tex
 
 
 async def test_ids_are_not_rendered(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+    async def fail(self: Renderer, prompt: str | list[int], *args: object, **options: object) -> list[int]:
         raise AssertionError("it was rendered")
 
     monkeypatch.setattr(Renderer, "render_prompt", fail)
@@ -238,7 +238,7 @@ async def test_a_request_whose_engine_died_while_its_text_was_rendered_is_refuse
 ) -> None:
     async with open_fake_llm() as fake:
 
-        async def render_late(self: Renderer, prompt: str | list[int], **options: object) -> list[int]:
+        async def render_late(self: Renderer, prompt: str | list[int], *args: object, **options: object) -> list[int]:
             fake.llm.kill()
             await fake.llm.wait_dead()
             return HELLO

@@ -11,9 +11,11 @@ import trio
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.reports import make_report
 from tests.support.scripted_core import ScriptedCore
-from trio_llm.errors import EngineDeadError, OverloadedError
+from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError, OverloadedError
 from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.requests.balancing import ANYWHERE, Balancer, Routing
 from trio_llm.frontend.requests.collector import RequestOutputCollector
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.output.lifecycle import TRANSITIONS, RequestStatus
@@ -73,16 +75,20 @@ class Traffic:
         self.requests: list[InFlightRequest] = []
         """All that were ever registered; with n > 1 the first child."""
 
-    def submit(self, *, n: int = 1, external_id: str = "x", deadline_s: float | None = None) -> InFlightRequest:
+    def submit(
+        self, *, n: int = 1, external_id: str = "x", deadline_s: float | None = None, routing: Routing = ANYWHERE
+    ) -> InFlightRequest:
         request_id = f"{external_id}-{len(self.requests)}"
         params = SamplingParams(n=n, seed=1, max_tokens=100)
         message = EngineCoreRequest(request_id, [1, 2], params, deadline_s=deadline_s)
-        self.requests.append(self.registry.submit(message, external_id, 0.0))
+        self.requests.append(self.registry.submit(message, make_report(external_id, params), routing))
         return self.requests[-1]
 
     def open_session(self) -> InFlightRequest:
         blank = EngineCoreRequest(f"s-{len(self.requests)}", [], SamplingParams(max_tokens=9, seed=1), resumable=True)
-        self.requests.append(self.registry.open_session(blank, "s", RequestOutputCollector(DELTA), 0.0))
+        self.requests.append(
+            self.registry.open_session(blank, RequestOutputCollector(DELTA), make_report("s", blank.params))
+        )
         return self.requests[-1]
 
     def send_input(self, session: InFlightRequest) -> None:
@@ -135,11 +141,21 @@ class Traffic:
     def lose(self, index: int) -> None:
         self.engines[index].is_up = False
         self.engines[index].has.clear()
-        self.registry.on_lost(self.engines[index], "it died")
+        self.registry.recovery.on_lost(self.engines[index], "it died")
+
+    def lose_for_good(self, index: int) -> None:
+        self.engines[index].is_up = False
+        self.engines[index].has.clear()
+        self.engines[index].kill_reason = "gone"
+        self.registry.recovery.on_dead(self.engines[index], EngineDeadError("gone"))
+
+    @property
+    def is_over(self) -> bool:
+        return all(engine.is_dead for engine in self.engines)
 
     def bring_up(self, index: int) -> None:
         self.engines[index].is_up = True
-        self.registry.on_ready(self.engines[index])
+        self.registry.recovery.on_ready(self.engines[index])
 
     def confirm_aborts(self) -> None:
         for request in list(self.registry.in_flight.values()):
@@ -174,27 +190,26 @@ OPERATIONS = (
     "read on",
     "confirm",
     "death or restart",
+    "death or restart",
+    "submit to a rank",
+    "submit in a conversation",
 )
 
 
 def do(traffic: Traffic, what: str, which: int) -> None:
     """One operation, unless there is nothing to do it with."""
+    if traffic.is_over:
+        return
     match what:
-        case "submit":
-            with suppress(OverloadedError):
-                traffic.submit(deadline_s=1.0)
-        case "submit three choices":
-            with suppress(OverloadedError):
-                traffic.submit(n=3, external_id="y")
-        case "open a session":
-            traffic.open_session()
+        case "submit" | "submit three choices" | "submit to a rank" | "submit in a conversation" | "open a session":
+            with suppress(OverloadedError, EngineUnavailableError):
+                do_as_submitter(traffic, what, which)
         case "confirm":
             traffic.confirm_aborts()
         case "abort":
             traffic.registry.abort("xys"[which % 3])
-        case "death or restart":
-            index = which % NUM_ENGINES
-            (traffic.lose if traffic.engines[index].is_up else traffic.bring_up)(index)
+        case "death or restart" | "death for good":
+            do_to_engine(traffic, what, which % NUM_ENGINES)
         case "input" | "end the session" | "leave" | "read on":
             if traffic.requests:
                 do_as_reader(traffic, what, traffic.requests[which % len(traffic.requests)])
@@ -206,6 +221,29 @@ def do(traffic: Traffic, what: str, which: int) -> None:
             ]
             if running:
                 do_as_engine(traffic, what, running[which % len(running)])
+
+
+def do_as_submitter(traffic: Traffic, what: str, which: int) -> None:
+    match what:
+        case "submit":
+            traffic.submit(deadline_s=1.0)
+        case "submit three choices":
+            traffic.submit(n=3, external_id="y")
+        case "submit to a rank":
+            traffic.submit(routing=Routing(data_parallel_rank=which % NUM_ENGINES))
+        case "submit in a conversation":
+            traffic.submit(routing=Routing(session_id=str(which % 3)))
+        case "open a session":
+            traffic.open_session()
+
+
+def do_to_engine(traffic: Traffic, what: str, index: int) -> None:
+    engine = traffic.engines[index]
+    if not engine.is_dead:
+        if what == "death for good":
+            traffic.lose_for_good(index)
+        else:
+            (traffic.lose if engine.is_up else traffic.bring_up)(index)
 
 
 def do_as_reader(traffic: Traffic, what: str, request: InFlightRequest) -> None:
@@ -239,11 +277,12 @@ def do_as_engine(traffic: Traffic, what: str, request: InFlightRequest) -> None:
 
 
 Steps = st.lists(st.tuples(st.sampled_from(OPERATIONS), st.integers(0, 5)), max_size=60)
+StepsWithEnds = st.lists(st.tuples(st.sampled_from((*OPERATIONS, "death for good")), st.integers(0, 5)), max_size=60)
 
 
 @settings(max_examples=300, deadline=None)
 @given(
-    steps=Steps,
+    steps=st.one_of(Steps, StepsWithEnds),
     limits=st.builds(
         AdmissionLimits,
         max_num_queued_reqs=st.sampled_from([None, 8]),
@@ -281,15 +320,18 @@ def test_when_there_is_no_engine_any_more_every_unfinished_reader_gets_the_error
             do(traffic, what, which)
         waiting = [request for request in traffic.registry.in_flight.values() if request.is_unfinished]
 
-        for engine in traffic.engines:
-            traffic.registry.on_dead(engine, EngineDeadError("gone"))
+        for index in range(NUM_ENGINES):
+            traffic.lose_for_good(index)
+            traffic.check()
 
         assert len(traffic.registry) == 0
         assert all(request.state.status is RequestStatus.GONE for request in waiting)
         for collector in {request.collector for request in waiting}:
-            with pytest.raises(EngineDeadError):
+            with pytest.raises((EngineDeadError, EngineGenerateError)) as caught:
                 while True:
                     await collector.receive()
+            # One that was on trial when the first engine died is given up then.
+            assert caught.type is EngineDeadError or "engines die of this request" in str(caught.value)
 
     trio.run(run)
 
@@ -391,39 +433,141 @@ async def test_the_inputs_of_a_session_go_to_one_engine() -> None:
     assert [len([m for m in engine.sent if isinstance(m, Continue)]) for engine in traffic.engines] == [2, 0]
 
 
-async def test_an_engine_can_be_chosen_by_the_owner() -> None:
+async def test_a_request_goes_to_the_rank_that_it_asks_for_and_waits_for_it() -> None:
+    traffic = Traffic()
+    to_second = Routing(data_parallel_rank=1)
+
+    assert [traffic.submit(routing=to_second).engine_index for _ in range(3)] == [1, 1, 1]
+
+    traffic.lose(1)
+    late = traffic.submit(routing=to_second)
+    traffic.check()
+
+    assert {request.state.status.name for request in traffic.requests} == {"UNSENT"}, "the rank is started again"
+
+    traffic.bring_up(1)
+    traffic.check()
+
+    assert len(traffic.engines[1].has) == 4
+    assert late.state.status is RequestStatus.SENT
+
+
+async def test_requests_for_a_rank_that_is_gone_move_and_new_ones_are_refused() -> None:
+    traffic = Traffic()
+    to_second = Routing(data_parallel_rank=1)
+    request = traffic.submit(routing=to_second)
+
+    traffic.lose_for_good(1)
+    traffic.check()
+
+    assert (request.engine_index, request.state.status) == (0, RequestStatus.SENT)
+    with pytest.raises(EngineUnavailableError, match="data_parallel_rank 1"):
+        traffic.submit(routing=to_second)
+
+
+async def test_the_ranks_of_a_front_end_need_not_begin_with_0() -> None:
     engines = [ScriptedCore(0), ScriptedCore(1)]
     recorder = StatisticsRecorder([], num_engines=2)
-    registry = RequestRegistry(engines, recorder, AdmissionLedger(AdmissionLimits()), choose_engine=lambda: 1)
+    ledger = AdmissionLedger(AdmissionLimits())
+    registry = RequestRegistry(engines, recorder, ledger, balancer=Balancer(2, first_rank=6))
     registry.processor = OutputProcessor(TABLE)
+    message = EngineCoreRequest("a", [1], SamplingParams(seed=1, max_tokens=3))
 
-    registry.submit(EngineCoreRequest("a", [1], SamplingParams(seed=1, max_tokens=3)), "a", 0.0)
+    registry.submit(message, make_report("a"), Routing(data_parallel_rank=7))
 
     assert [len(engine.sent) for engine in engines] == [0, 1]
 
 
-async def test_the_death_of_one_engine_is_no_matter_of_the_others_requests() -> None:
+async def test_the_requests_of_an_engine_that_dies_move_to_one_that_is_up_and_stay_there() -> None:
     traffic = Traffic()
     requests = [traffic.submit() for _ in range(4)]
-    num_sent = len(traffic.engines[1].sent)
+    traffic.say(requests[0], 65)
 
     traffic.lose(0)
     traffic.check()
 
-    assert [request.state.status.name for request in requests] == ["UNSENT", "SENT", "UNSENT", "SENT"]
-    assert (traffic.registry.num_expected(0), traffic.registry.num_expected(1)) == (0, 2)
+    assert [request.state.status.name for request in requests] == ["SENT"] * 4
+    assert (traffic.registry.num_expected(0), traffic.registry.num_expected(1)) == (0, 4)
+    assert [request.state.num_deaths for request in requests] == [0, 0, 1, 0]
+    moved = [message for message in traffic.engines[1].sent if isinstance(message, EngineCoreRequest)][2:]
+    assert [(message.request_id, message.output_token_ids) for message in moved] == [("x-0", [65]), ("x-2", [])]
 
+    num_sent = len(traffic.engines[0].sent)
     traffic.bring_up(0)
     traffic.check()
 
-    assert {request.state.status.name for request in requests} == {"SENT"}
-    assert [request.state.num_deaths for request in requests] == [1, 0, 1, 0]
-    assert len(traffic.engines[1].sent) == num_sent
+    assert len(traffic.engines[0].sent) == num_sent, "nothing moves back"
+    assert traffic.submit().engine_index == 0, "the rank takes part again"
+
+
+async def test_requests_that_wait_for_two_engines_go_to_the_first_that_is_up() -> None:
+    traffic = Traffic()
+    requests = [traffic.submit() for _ in range(4)]
+    for request in requests:
+        traffic.say(request, 65)
+    for index in range(NUM_ENGINES):
+        traffic.lose(index)
+    traffic.check()
+
+    assert {request.state.status.name for request in requests} == {"UNSENT"}
+
+    traffic.bring_up(1)
+    traffic.check()
+
+    assert {(request.engine_index, request.state.status.name) for request in requests} == {(1, "SENT")}
+
+
+async def test_an_idle_session_moves_and_its_next_input_carries_all_before() -> None:
+    traffic = Traffic()
+    session = traffic.open_session()
+    traffic.send_input(session)
+    traffic.say(session, 65, finish_reason="length", goes_on=True)
+
+    traffic.lose(0)
+    traffic.check()
+    traffic.send_input(session)
+    traffic.check()
+
+    (message,) = traffic.engines[1].sent
+    assert isinstance(message, EngineCoreRequest)
+    assert message.prompt_token_ids == [3, 65, 3]
+    assert message.num_earlier_tokens == 1
+
+
+async def test_a_request_that_was_dropped_for_its_deadline_moves_and_is_sent_again_by_its_reader() -> None:
+    traffic = Traffic()
+    request = traffic.submit(deadline_s=1.0)
+    traffic.say(request, finish_reason="error", is_expired=True)
+
+    traffic.lose_for_good(0)
+    traffic.check()
+    traffic.registry.resubmit(request, None)
+    traffic.check()
+
+    assert traffic.engines[1].has.keys() == {"x-0"}
+
+
+async def test_suspects_do_not_move_to_an_engine_that_lives_while_their_own_is_started_again() -> None:
+    traffic = Traffic()
+    request, other = traffic.submit(), traffic.submit()
+    traffic.say(other, 65)
+    traffic.lose(0)
+    traffic.bring_up(0)
+    traffic.lose(1)
+    traffic.bring_up(1)
+    traffic.check()
+
+    assert request.state.num_deaths == 2, "it was in both"
+    traffic.lose(1)
+    traffic.check()
+
+    assert (request.engine_index, request.state.status) == (1, RequestStatus.GONE), "it was on trial there"
+    assert (other.engine_index, other.state.status) == (0, RequestStatus.SENT)
 
 
 async def test_suspects_of_two_engines_are_tried_at_the_same_time() -> None:
     traffic = Traffic()
-    requests = [traffic.submit() for _ in range(4)]
+    requests = [traffic.submit(routing=Routing(data_parallel_rank=index % 2)) for index in range(4)]
     for _ in range(2):
         for index in range(NUM_ENGINES):
             traffic.lose(index)
@@ -436,6 +580,25 @@ async def test_suspects_of_two_engines_are_tried_at_the_same_time() -> None:
     traffic.check()
 
     assert [request.state.status.name for request in requests] == ["SENT", "SENT", "SENT", "UNSENT"]
+
+
+async def test_suspects_of_an_engine_that_is_gone_are_tried_one_at_a_time_by_another() -> None:
+    traffic = Traffic()
+    requests = [traffic.submit(routing=Routing(data_parallel_rank=0)) for _ in range(3)]
+    for _ in range(2):
+        traffic.lose(0)
+        traffic.bring_up(0)
+
+    traffic.lose_for_good(0)
+    traffic.check()
+
+    assert [request.state.status.name for request in requests] == ["GONE", "SENT", "UNSENT"]
+    assert traffic.engines[1].has.keys() == {"x-1"}
+
+    traffic.say(requests[1], 65)
+    traffic.check()
+
+    assert traffic.engines[1].has.keys() == {"x-1", "x-2"}
 
 
 async def test_each_engines_requests_are_counted_with_it() -> None:

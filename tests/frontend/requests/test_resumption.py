@@ -28,7 +28,7 @@ def test_after_one_death_all_go_on_at_once() -> None:
     send(requests)
 
     assert resumption.engine_lost(requests) is None
-    assert send(resumption.engine_ready(requests)) == ["a", "b", "c"]
+    assert send(resumption.take(requests)) == ["a", "b", "c"]
 
 
 def test_those_without_a_token_at_two_deaths_are_tried_one_at_a_time_and_the_others_are_not() -> None:
@@ -38,7 +38,7 @@ def test_those_without_a_token_at_two_deaths_are_tried_one_at_a_time_and_the_oth
         requests[1].num_tokens += 1
         assert resumption.engine_lost(requests) is None
 
-    assert send(resumption.engine_ready(requests)) == ["b", "a"]
+    assert send(resumption.take(requests)) == ["b", "a"]
     assert send(resumption.finish(requests[1])) == []
     assert send(resumption.finish(requests[0])) == ["c"]
     assert send(resumption.finish(requests[2])) == ["d"]
@@ -51,7 +51,7 @@ def test_the_one_on_trial_when_an_engine_dies_is_given_up_and_its_neighbours_are
     for _ in range(2):
         send(requests)
         resumption.engine_lost(requests)
-    send(resumption.engine_ready(requests))
+    send(resumption.take(requests))
     send(resumption.finish(requests[0]))
     requests[0].num_tokens += 1
 
@@ -62,7 +62,7 @@ def test_the_one_on_trial_when_an_engine_dies_is_given_up_and_its_neighbours_are
 def test_a_suspect_that_ends_before_its_turn_is_not_tried() -> None:
     resumption, requests = Resumption[Request](), [Request(name, num_deaths=2) for name in "abc"]
 
-    assert send(resumption.engine_ready(requests)) == ["a"]
+    assert send(resumption.take(requests)) == ["a"]
     assert resumption.finish(requests[1]) == []
     assert send(resumption.finish(requests[0])) == ["c"]
 
@@ -72,7 +72,7 @@ def test_a_death_before_a_request_was_sent_does_not_count_against_it() -> None:
     for _ in range(5):
         assert resumption.engine_lost(requests) is None
 
-    assert send(resumption.engine_ready(requests)) == ["a"]
+    assert send(resumption.take(requests)) == ["a"]
 
 
 @given(count=st.integers(1, 16), poisoned=st.integers(0, 15))
@@ -83,7 +83,7 @@ def test_a_request_that_kills_every_engine_is_given_up_alone_after_three_deaths_
     requests = [Request(str(i)) for i in range(count)]
     poison = requests[poisoned % count]
     resumption, left, num_deaths, given_up = Resumption[Request](), list(requests), 0, []
-    queue = list(resumption.engine_ready(left))
+    queue = list(resumption.take(left))
     while queue:
         send(queue)
         if poison in queue:
@@ -92,7 +92,7 @@ def test_a_request_that_kills_every_engine_is_given_up_alone_after_three_deaths_
             if suspect is not None:
                 given_up.append(suspect)
                 left = [request for request in left if request is not suspect]
-            queue = list(resumption.engine_ready(left))
+            queue = list(resumption.take(left))
             continue
         served, queue = queue, []
         for request in served:
@@ -108,12 +108,12 @@ def test_what_the_engine_only_keeps_is_not_blamed_not_even_on_trial() -> None:
     resumption, requests = Resumption[Request](), [Request("held"), Request("runs")]
     held, runs = requests
     for _ in range(2):
-        send(resumption.engine_ready(requests))
+        send(resumption.take(requests))
         assert resumption.engine_lost(requests, could_run=lambda request: request is runs) is None
     assert (held.num_deaths, runs.num_deaths) == (0, 2)
 
-    assert send(resumption.engine_ready(requests)) == ["held", "runs"]
+    assert send(resumption.take(requests)) == ["held", "runs"]
     assert resumption.on_trial is runs
     assert resumption.engine_lost(requests, could_run=lambda request: False) is None
-    send(resumption.engine_ready(requests))
+    send(resumption.take(requests))
     assert resumption.engine_lost(requests) is runs

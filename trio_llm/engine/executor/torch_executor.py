@@ -190,17 +190,18 @@ class TorchExecutor(Executor):
         self.execute(StepPlan((ScheduledChunk(sequence, prompt, 1, samples=True),)))
 
 
-def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecutor:
+def load_torch(config: EngineConfig, progress: ProgressCallback, *, rank: int = 0) -> TorchExecutor:
     """Find, load and warm up the model that the configuration names.
 
     Args:
         progress: called in the phases convert (the embedded model, once), load and warm-up.
+        rank: of this engine among several. On a machine with several GPUs each rank takes the next one in turn.
     Raises:
         EngineStartupError: one line that names the flag, or MODEL, and says what to do.
     """
     model_dir = locate_model(config, progress)
     progress("load", 0, _LOAD_STAGES)
-    device = _choose_device(config.device)
+    device = _choose_device(config.device, rank - config.first_rank)
     if device.type == "cpu":
         # torch counts the machine's processors, and a container may have only some of them. With more threads than
         # processors every step crawls.
@@ -214,6 +215,7 @@ def load_torch(config: EngineConfig, progress: ProgressCallback) -> TorchExecuto
         trained_len=model.trained_len,
         free_bytes=max(0, free_memory_bytes(device) - step_bytes),
         on_cpu=device.type == "cpu",
+        num_sharing=_count_sharing(device, config.num_local_engines),
     )
     progress("load", 2, _LOAD_STAGES)
     executor = TorchExecutor(model, cache, model_dir=str(model_dir), max_num_seqs=config.max_num_seqs)
@@ -237,8 +239,19 @@ def _step_bytes(model: Model, config: EngineConfig) -> int:
     return peak
 
 
-def _choose_device(device: Device) -> torch.device:
+def _choose_device(device: Device, index: int) -> torch.device:
+    """
+    Args:
+        index: of this engine among those of its front end.
+    """
     has_cuda = torch.cuda.is_available()
     if device == "cuda" and not has_cuda:
         raise EngineStartupError("--device cuda: torch sees no CUDA device here; use --device cpu, or auto")
-    return torch.device("cuda", 0) if has_cuda and device != "cpu" else torch.device("cpu")
+    if not has_cuda or device == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", index % torch.cuda.device_count())
+
+
+def _count_sharing(device: torch.device, num_engines: int) -> int:
+    """How many engines of a front end are on the same device."""
+    return num_engines if device.type == "cpu" else -(-num_engines // torch.cuda.device_count())

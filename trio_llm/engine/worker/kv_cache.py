@@ -42,6 +42,7 @@ def plan_kv_cache(
     trained_len: int | None,
     free_bytes: int,
     on_cpu: bool,
+    num_sharing: int = 1,
 ) -> CachePlan:
     """Decide how many blocks there are and how long a sequence may become.
 
@@ -50,6 +51,7 @@ def plan_kv_cache(
     Args:
         trained_len: the length that the model was trained for, None if unknown.
         free_bytes: memory that the cache may use. It gets a share of it, or the configured size if that fits.
+        num_sharing: engines that start at the same time on the same device, and divide this share.
     Raises:
         EngineStartupError: the cache cannot hold one sequence, or does not fit into memory; the message names flags
             and numbers.
@@ -64,7 +66,9 @@ def plan_kv_cache(
 
     block_bytes = shape.token_bytes * BLOCK_SIZE
     _check_fits(config, block_bytes, free_bytes=free_bytes)
-    num_blocks, because = _num_blocks(config, block_bytes, free_bytes=free_bytes, on_cpu=on_cpu)
+    num_blocks, because = _num_blocks(
+        config, block_bytes, free_bytes=free_bytes, on_cpu=on_cpu, num_sharing=num_sharing
+    )
     if num_blocks < 1:
         raise EngineStartupError(
             f"the KV cache needs at least {2 * block_bytes} bytes (two blocks of {BLOCK_SIZE} tokens), "
@@ -126,14 +130,16 @@ def _check_fits(config: EngineConfig, block_bytes: int, *, free_bytes: int) -> N
         raise EngineStartupError(f"{asked}, but {free_bytes} bytes are free; lower it to {most} or less")
 
 
-def _num_blocks(config: EngineConfig, block_bytes: int, *, free_bytes: int, on_cpu: bool) -> tuple[int, str]:
+def _num_blocks(
+    config: EngineConfig, block_bytes: int, *, free_bytes: int, on_cpu: bool, num_sharing: int
+) -> tuple[int, str]:
     """How many blocks for sequences, and the reason in words."""
     if (override := config.num_gpu_blocks_override) is not None:
         return override, f"--num-gpu-blocks-override is {override}"
     if (size := config.kv_cache_memory_bytes) is not None:
         because = f"--kv-cache-memory is {size} bytes"
     else:
-        size = int(free_bytes * MEMORY_SHARE)
+        size = int(free_bytes * MEMORY_SHARE / num_sharing)
         if on_cpu:
             size = min(size, CPU_LIMIT_BYTES)
         because = f"{size} of {free_bytes} free bytes are for it"

@@ -60,12 +60,14 @@ class Engine:
     """One engine.
 
     Args:
-        index: of the engine among those of this front end, from 0.
+        index: of the engine among those of this owner, from 0.
         core: the way to it.
     """
 
     def __init__(self, index: int, core: CoreClient, config: EngineConfig) -> None:
         self.index = index
+        self.rank = config.first_rank + index
+        """By which operators and clients know it. Its messages, and statistics of it, carry this number."""
         self.core = core
         self.monitor = EngineMonitor(config, self)
         self.utilities = UtilityCalls(self)
@@ -80,9 +82,6 @@ class Engine:
         self.model: ModelConfig | None = None
         """As the newest incarnation described it; None until the first one is ready."""
         self.num_restarts = 0
-        self.is_up = True
-        """False from an incarnation's death until the next one is ready: nothing is sent meanwhile. Before the first
-        one is ready it is True: what is sent waits in the core client's outbox."""
         self._num_replayed = 0
         """Calls of the newest replay without an answer."""
         self._sequence = MessageSequence(ack_steps=max(1, config.credit_steps // 8))
@@ -111,6 +110,12 @@ class Engine:
     async def wait_settled(self) -> None:
         """Wait until the first incarnation is ready, or the last one dead. Cancellation: safe."""
         await self._settled.wait()
+
+    @property
+    def is_up(self) -> bool:
+        """False from an incarnation's death until the next one is ready: nothing is sent meanwhile. Before the first
+        one is ready it is True: what is sent waits in the core client's outbox."""
+        return self.monitor.lost_reason is None and self.monitor.dead_error is None
 
     @property
     def is_dead(self) -> bool:
@@ -193,7 +198,7 @@ class Engine:
         """The last incarnation is dead. Does nothing if that is known."""
         if not self.is_dead:
             if self.monitor.is_ready:
-                logger.error("engine %d is dead: %s", self.index, error)
+                logger.error("engine %d is dead: %s", self.rank, error)
             self._end(error)
 
     def close(self, error: EngineDeadError) -> None:
@@ -211,17 +216,15 @@ class Engine:
     def _begin(self, model: ModelConfig) -> None:
         """An incarnation is ready."""
         self._sequence.restart()
-        self.monitor.mark_ready()
-        before, self.model = self.model, model
-        if before is None:
+        if self.model is None:
             self._settled.set()
-        elif model.logits_width != before.logits_width:
-            self.model = before
+        elif model.logits_width != self.model.logits_width:
             self.core.kill("another model was found where the engine's was: requests cannot go on with that")
             return
         else:
             self.num_restarts += 1
-        self.is_up = True
+        self.model = model
+        self.monitor.mark_ready()
         # The control state comes before any request. Calls that wait come after: one may ask for the end of what runs.
         replay = self.control_state.replay()
         self._num_replayed = len(replay)
@@ -232,7 +235,6 @@ class Engine:
         self.utilities.resend()
 
     def _lose(self, reason: str) -> None:
-        self.is_up = False
         self._num_replayed = 0
         self.monitor.mark_lost(reason)
         self.utilities.on_engine_lost(reason)
@@ -242,7 +244,6 @@ class Engine:
     def _end(self, error: EngineDeadError) -> None:
         if not self.monitor.is_ready:
             error = EngineStartupError(*error.args)  # `wait_until_ready` raises it
-        self.is_up = False
         self.monitor.mark_dead(error)
         self.utilities.fail_all(error)
         for listener in self.listeners:

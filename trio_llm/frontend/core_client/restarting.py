@@ -107,9 +107,12 @@ class RestartingClient:
             raise EngineDeadError(reason)
         delay_s = self._policy.next_delay_s(trio.current_time())
         if delay_s is None:
+            limit = self._policy.max_restarts
             raise EngineDeadError(
-                f"{reason}; it was started again {self._policy.max_restarts} times within ten minutes, which is the "
-                "limit (--max-engine-restarts)"
+                f"{reason}; it was started again {limit} times within ten minutes, which is the limit "
+                "(--max-engine-restarts)"
+                if limit
+                else f"{reason}; it is not started again (--max-engine-restarts 0)"
             )
         logger.warning("the engine is dead and is started again in %g s: %s", delay_s, reason)
         self._delay_s = delay_s

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import trio
 from starlette.responses import Response
 
 from trio_llm.errors import EngineUnavailableError
-from trio_llm.frontend.http.answers.assembly import TEXT_ONLY, Choice, Event, Usage, whole_choices
+from trio_llm.frontend.http.answers.assembly import Choice, Event, Usage, whole_choices
 from trio_llm.frontend.http.answers.generation import Generation
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, param_names
+from trio_llm.frontend.http.openai.chunks import ChatChunks, CompletionChunks, StreamUsage
 from trio_llm.frontend.http.openai.completions import (
     MAX_PROMPTS,
     CompletionRequest,
@@ -28,13 +30,7 @@ from trio_llm.frontend.http.openai.fields import CommonFields
 from trio_llm.frontend.http.openai.logprobs import NameToken, token_id_name, token_text
 from trio_llm.frontend.http.openai.prompt_echo import chat_contents, completion_contents
 from trio_llm.frontend.http.openai.prompts import parse_prompts
-from trio_llm.frontend.http.openai.responses import (
-    ChatChunks,
-    CompletionChunks,
-    StreamUsage,
-    chat_answer,
-    completion_answer,
-)
+from trio_llm.frontend.http.openai.responses import chat_answer, completion_answer
 from trio_llm.frontend.http.openai.text_offsets import offsets_of_choices
 from trio_llm.frontend.http.request_reader import ApiContext, Call
 
@@ -48,40 +44,51 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
     request, client = call.body, api.client
     params = chat_params(request, client.model_config.sampling_defaults)
     with call.timeout.within():
-        token_ids = await client.renderer.render_chat(
+        text = await client.renderer.render_chat(
             request.messages,
             add_generation_prompt=request.adds_generation_prompt,
             continue_final_message=bool(request.continue_final_message),
             template_kwargs=request.chat_template_kwargs,
         )
+        room = params.max_tokens or 1
+        token_ids = await client.renderer.render_prompt(text, request.tokenization.for_chat(), room=room)
     generation = Generation(
         client=client,
         running=api.running,
         prompts=[token_ids],
         params=params,
         request_id=call.request_id,
+        priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        routing=call.routing,
+        arrival_time_s=call.arrival_time_s,
+        trace_headers=call.trace_headers,
         timeout=call.timeout,
-        contents=chat_contents(request, token_ids) if request.repeats_prompt else TEXT_ONLY,
+        contents=chat_contents(request, text, token_ids),
         param_names=param_names(request),
     )
     head, name_token = call.head("chatcmpl"), _name_token(request)
     if not request.stream:
         return await _whole(api, generation, partial(chat_answer, head, name_token=name_token))
-    prompt_token_ids = token_ids if request.return_token_ids else None
-    chunks = ChatChunks(head, _usage(request), name_token, prompt_token_ids=prompt_token_ids)
-    return _stream(api, generation, chunks)
+    prompt_fields: dict[str, Any] = {}
+    if request.return_token_ids:
+        prompt_fields["prompt_token_ids"] = token_ids
+    if request.return_prompt_text:
+        prompt_fields["prompt_text"] = text
+    return _stream(api, generation, ChatChunks(head, _usage(request), name_token, prompt_fields=prompt_fields))
 
 
 async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
     """POST /v1/completions."""
     request, client = call.body, api.client
     params = completion_params(request, client.model_config.sampling_defaults)
-    limit = client.model_config.max_model_len
-    given = parse_prompts(request.prompt, name="prompt", most=MAX_PROMPTS, max_model_len=limit)
+    limit, tokenization = client.model_config.max_model_len, request.tokenization
+    given = parse_prompts(
+        request.prompt, name="prompt", most=MAX_PROMPTS, max_model_len=None if tokenization.may_cut else limit
+    )
     check_num_choices(len(given), params.n)
     with call.timeout.within():
-        prompts = await client.renderer.render_prompts(given, add_special_tokens=request.adds_special_tokens)
+        prompts = await client.renderer.render_prompts(given, tokenization, room=params.max_tokens or 1)
         contents = await completion_contents(request, given, prompts, renderer=client.renderer)
     generation = Generation(
         client=client,
@@ -89,7 +96,11 @@ async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
         prompts=prompts,
         params=limit_to_room(request, params, room=limit - max(map(len, prompts))),
         request_id=call.request_id,
+        priority=request.priority or 0,
         cache_salt=request.cache_salt,
+        routing=call.routing,
+        arrival_time_s=call.arrival_time_s,
+        trace_headers=call.trace_headers,
         timeout=call.timeout,
         contents=contents,
     )

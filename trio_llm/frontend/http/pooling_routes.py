@@ -48,7 +48,7 @@ _TURN_BYTES: Final = 64 * 1024
 
 async def embed(api: ApiContext, call: Call[EmbeddingRequest]) -> Response:
     """POST /v1/embeddings."""
-    prompts = _prompts(api, call.body.input)
+    prompts = _prompts(api, call.body)
     outputs = await _outputs(api, call, prompts, embedding_params(call.body), field="input")
     entries = embedding_entries(outputs, as_base64=call.body.encoding_format == "base64")
     return await _answer(call, "embd", outputs, entries)
@@ -59,7 +59,7 @@ async def pool(api: ApiContext, call: Call[PoolingRequest]) -> Response:
     tasks = api.client.get_supported_tasks()
     params = pooling_params(call.body, tasks)
     check_task(tasks, params.task)
-    outputs = await _outputs(api, call, _prompts(api, call.body.input), params, field="input")
+    outputs = await _outputs(api, call, _prompts(api, call.body), params, field="input")
     entries = pooling_entries(outputs, as_base64=call.body.encoding_format == "base64")
     return await _answer(call, "pool", outputs, entries)
 
@@ -72,9 +72,9 @@ async def score(api: ApiContext, call: Call[ScoreRequest]) -> Response:
     return await _answer(call, "score", outputs, score_entries(_scores(vectors, others)))
 
 
-def _prompts(api: ApiContext, value: object) -> list[str | list[int]]:
-    limit = api.client.model_config.max_model_len
-    return parse_prompts(value, name="input", most=MAX_INPUTS, max_model_len=limit, room=0)
+def _prompts(api: ApiContext, body: EmbeddingRequest) -> list[str | list[int]]:
+    limit = None if body.tokenization.may_cut else api.client.model_config.max_model_len
+    return parse_prompts(body.input, name="input", most=MAX_INPUTS, max_model_len=limit, room=0)
 
 
 async def _outputs(
@@ -92,19 +92,30 @@ async def _outputs(
         InvalidRequestError, NotSupportedError, EngineError: as `EngineClient.encode`, alone or in a group.
     """
     with call.timeout.within():
-        token_ids = await api.client.renderer.render_prompts(prompts, add_special_tokens=call.body.adds_special_tokens)
+        token_ids = await api.client.renderer.render_prompts(prompts, call.body.tokenization)
         if len(prompts) > 1:
             check_batch(api.client.config, token_ids, field=field)
         ids = [call.request_id] if len(prompts) == 1 else [f"{call.request_id}-{i}" for i in range(len(prompts))]
-        encode = partial(_encode, api, params, field)
+        encode = partial(_encode, api, call, params, field)
         return await run_in_order(encode, list(zip(ids, token_ids, strict=True)))
 
 
-async def _encode(api: ApiContext, params: PoolingParams, field: str, prompt: tuple[str, list[int]]) -> PoolingOutput:
+async def _encode(
+    api: ApiContext, call: Call[Any], params: PoolingParams, field: str, prompt: tuple[str, list[int]]
+) -> PoolingOutput:
     request_id, token_ids = prompt
     api.running.add(request_id)
     try:
-        return await api.client.encode(token_ids, params, request_id=request_id)
+        return await api.client.encode(
+            token_ids,
+            params,
+            request_id=request_id,
+            priority=call.body.priority or 0,
+            data_parallel_rank=call.routing.data_parallel_rank,
+            session_id=call.routing.session_id,
+            arrival_time=call.arrival_time_s,
+            trace_headers=call.trace_headers,
+        )
     except InvalidRequestError as error:
         raise in_client_names(error, {"prompt": field}) from None
     finally:

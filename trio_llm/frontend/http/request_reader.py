@@ -6,6 +6,7 @@ Used by the router, which calls it once per request, and by the control routes.
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Generic, TypeVar
 
@@ -13,7 +14,7 @@ import trio
 from starlette.requests import Request
 
 from trio_llm.config import ServerConfig
-from trio_llm.errors import ModelNotFoundError
+from trio_llm.errors import InvalidRequestError, ModelNotFoundError
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.content_coding import decode_content, find_coding
@@ -22,9 +23,16 @@ from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.http.openai.body import ModelRequest, RequestBody, parse_body
 from trio_llm.frontend.http.openai.responses import AnswerHead
 from trio_llm.frontend.http.server.timeouts import TIMEOUT_HEADER, RequestTimeout, timeout_of
+from trio_llm.frontend.requests.balancing import Routing
 from trio_llm.frontend.requests.input_processor import check_task
+from trio_llm.frontend.tracing.headers import TRACE_HEADERS
+from trio_llm.quoting import quote
 
 __all__ = ["ApiContext", "Call", "RequestReader"]
+
+_RANK_HEADER: Final = "x-data-parallel-rank"
+_MAX_RANK_DIGITS: Final = 9
+_SESSION_HEADER: Final = "x-session-id"
 
 Body = TypeVar("Body", bound=RequestBody)
 Asked = TypeVar("Asked", bound=ModelRequest)
@@ -39,12 +47,14 @@ class Call(Generic[Asked]):
     """The served name that the answer shows."""
     request_id: str
     timeout: RequestTimeout
-    created: int
-    """Seconds since 1970."""
+    routing: Routing
+    arrival_time_s: float
+    """Seconds since 1970, before the body was read."""
+    trace_headers: Mapping[str, str] | None
 
     def head(self, prefix: str) -> AnswerHead:
         """What the answer begins with. Its id is the prefix, a dash and the request's id."""
-        return AnswerHead(id=f"{prefix}-{self.request_id}", created=self.created, model=self.model)
+        return AnswerHead(id=f"{prefix}-{self.request_id}", created=int(self.arrival_time_s), model=self.model)
 
 
 class RequestReader:
@@ -74,7 +84,7 @@ class RequestReader:
             ModelNotFoundError: another model is asked for.
         """
         self._client.check_admission()
-        began_s = trio.current_time()
+        began_s, arrival_time_s = trio.current_time(), time.time()
         if task is not None:
             check_task(self._client.get_supported_tasks(), task)
         body = await self.read(http, model)
@@ -85,7 +95,9 @@ class RequestReader:
             # The client's header, else its field, else the id that the shell made.
             request_id=str(state["client_request_id"] or body.request_id or state["request_id"]),
             timeout=timeout_of(http.headers.get(TIMEOUT_HEADER), body.timeout, began_s),
-            created=int(time.time()),
+            routing=_routing_of(http, body),
+            arrival_time_s=arrival_time_s,
+            trace_headers=_trace_headers(http),
         )
 
     async def read(self, http: Request, model: type[Body]) -> Body:
@@ -125,6 +137,28 @@ class RequestReader:
         if asked and asked not in names:
             raise ModelNotFoundError(asked, names)
         return asked or names[0]
+
+
+def _trace_headers(http: Request) -> Mapping[str, str] | None:
+    if "traceparent" not in http.headers:
+        return None
+    # `tracestate` may be cut into several headers, which are one list.
+    return {name: ",".join(values) for name in TRACE_HEADERS if (values := http.headers.getlist(name))}
+
+
+def _routing_of(http: Request, body: ModelRequest) -> Routing:
+    """What a request says about the engine that it wants: its headers, else its fields.
+
+    Raises:
+        InvalidRequestError: the header is not the number of a rank.
+    """
+    rank, session_id = body.data_parallel_rank, body.session_id
+    if (text := http.headers.get(_RANK_HEADER)) is not None:
+        if not (text.isascii() and text.isdecimal() and len(text) <= _MAX_RANK_DIGITS):
+            raise InvalidRequestError(f"{_RANK_HEADER} must be the number of a rank, not {quote(text)}", _RANK_HEADER)
+        rank = int(text)
+    session_id = http.headers.get(_SESSION_HEADER) or session_id
+    return Routing(data_parallel_rank=rank, session_id=session_id)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

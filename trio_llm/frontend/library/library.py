@@ -6,8 +6,10 @@ do without.
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -22,6 +24,7 @@ from trio_llm.frontend.run_in_order import run_in_order
 from trio_llm.outputs import RequestOutput
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import RequestOutputKind, SamplingParams
+from trio_llm.tokenization import PLAIN, TokenizationParams
 
 __all__ = ["ChatStream", "LibraryCalls", "Message"]
 
@@ -33,11 +36,17 @@ class LibraryCalls(EngineClient):
     """The base of clients that programs use directly."""
 
     async def complete(
-        self, prompt: str | list[int], params: SamplingParams | None = None, **fields: Any
+        self,
+        prompt: str | list[int],
+        params: SamplingParams | None = None,
+        *,
+        tokenization: TokenizationParams | None = None,
+        **fields: Any,
     ) -> RequestOutput:
         """The whole answer to one prompt (text or token ids).
 
         Args:
+            tokenization: as `EngineClient.generate`.
             fields: fields of SamplingParams, set in a copy of `params`: `await llm.complete("Once", max_tokens=9)`.
                 `output_kind` is always FINAL_ONLY.
 
@@ -50,7 +59,7 @@ class LibraryCalls(EngineClient):
             EngineGenerateError: this request failed.
             EngineDeadError: the engine is gone.
         """
-        async with self.generate(prompt, _whole(params, fields)) as stream:
+        async with self.generate(prompt, _whole(params, fields), tokenization=tokenization) as stream:
             return await _only(stream)
 
     async def chat(
@@ -59,6 +68,9 @@ class LibraryCalls(EngineClient):
         params: SamplingParams | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tokenization: TokenizationParams | None = None,
         **fields: Any,
     ) -> RequestOutput:
         """The whole answer to a conversation.
@@ -66,6 +78,10 @@ class LibraryCalls(EngineClient):
         Args:
             messages: with roles that the model's chat template knows; the last one is usually the user's.
             template_kwargs: extra variables of the template.
+            add_generation_prompt: the template opens the assistant's turn. None: unless a message is continued.
+            continue_final_message: the answer continues the last message; excludes `add_generation_prompt`.
+            tokenization: as `EngineClient.generate`; the tokenizer's own special tokens are left out unless it asks for
+                them.
             fields: as `complete`.
 
         Cancellation: safe; the request is aborted in the engine.
@@ -74,13 +90,29 @@ class LibraryCalls(EngineClient):
             InvalidRequestError: the messages are malformed or the template refuses them; and as `complete`.
             EngineError: as `complete`.
         """
-        async with self.stream_chat(messages, _whole(params, fields), template_kwargs=template_kwargs) as stream:
+        stream = self.stream_chat(
+            messages,
+            _whole(params, fields),
+            template_kwargs=template_kwargs,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tokenization=tokenization,
+        )
+        async with stream:
             return await _only(stream)
 
-    async def embed(self, prompt: str | list[int], params: PoolingParams | None = None, **fields: Any) -> list[float]:
+    async def embed(
+        self,
+        prompt: str | list[int],
+        params: PoolingParams | None = None,
+        *,
+        tokenization: TokenizationParams | None = None,
+        **fields: Any,
+    ) -> list[float]:
         """The embedding of one prompt (text or token ids), of length 1 unless `normalize=False`.
 
         Args:
+            tokenization: as `EngineClient.encode`.
             fields: fields of PoolingParams, set in a copy of `params`: `await llm.embed("Once", pooling="mean")`.
 
         Cancellation: safe; the request is aborted in the engine.
@@ -89,13 +121,15 @@ class LibraryCalls(EngineClient):
             NotSupportedError: the model makes no embeddings.
             InvalidRequestError, EngineUnavailableError, EngineGenerateError, EngineDeadError: as `complete`.
         """
-        return (await self.encode(prompt, _embedding(params, fields))).values
+        return (await self.encode(prompt, _embedding(params, fields), tokenization=tokenization)).values
 
     async def score(
         self,
         text_1: str | list[int],
         text_2: str | list[int],
         params: PoolingParams | None = None,
+        *,
+        tokenization: TokenizationParams | None = None,
         **fields: Any,
     ) -> float:
         """How alike two texts are to the model: the cosine of their embeddings, from -1 to 1.
@@ -104,36 +138,60 @@ class LibraryCalls(EngineClient):
         """
         check_task(self.get_supported_tasks(), "score")
         whole = _embedding(params, fields)
-        first, second = await run_in_order(lambda text: self.encode(text, whole), [text_1, text_2])
+        encode = partial(self.encode, params=whole, tokenization=tokenization)
+        first, second = await run_in_order(encode, [text_1, text_2])
         return cosine(first.values, second.values)
 
-    def stream_chat(
+    def stream_chat(  # noqa: PLR0913 - what OpenAI's API and vLLM let a chat say, by their names
         self,
         messages: Sequence[Message],
         params: SamplingParams | None = None,
         *,
         template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool | None = None,
+        continue_final_message: bool = False,
+        tokenization: TokenizationParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        data_parallel_rank: int | None = None,
+        session_id: str | None = None,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
 
         Messages become token ids on entering; what is wrong with them raises there.
 
         Args:
-            messages, template_kwargs: as `chat`.
-            request_id, priority, cache_salt: as `EngineClient.generate`.
+            messages, template_kwargs, add_generation_prompt, continue_final_message, tokenization: as `chat`.
+            request_id, priority, cache_salt, data_parallel_rank, session_id, trace_headers: as
+                `EngineClient.generate`.
         """
         request_id = make_external_id(request_id)
 
         async def render() -> RequestStream:
+            arrival_time = time.time()
             self.check_admission()  # before the costly part
-            token_ids = await self.renderer.render_chat(
+            text = await self.renderer.render_chat(
                 _as_dicts(messages),
+                add_generation_prompt=not continue_final_message
+                if add_generation_prompt is None
+                else add_generation_prompt,
+                continue_final_message=continue_final_message,
                 template_kwargs=None if template_kwargs is None else dict(template_kwargs),
             )
-            return self.generate(token_ids, params, request_id=request_id, priority=priority, cache_salt=cache_salt)
+            return self.generate(
+                text,
+                params,
+                request_id=request_id,
+                priority=priority,
+                cache_salt=cache_salt,
+                data_parallel_rank=data_parallel_rank,
+                session_id=session_id,
+                tokenization=(PLAIN if tokenization is None else tokenization).for_chat(),
+                arrival_time=arrival_time,
+                trace_headers=trace_headers,
+            )
 
         return ChatStream(request_id, render)
 
@@ -144,6 +202,7 @@ class LibraryCalls(EngineClient):
         *,
         max_in_flight: int = 256,
         ordered: bool = True,
+        tokenization: TokenizationParams | None = None,
         **fields: Any,
     ) -> AbstractAsyncContextManager[MapResults]:
         """Whole answers to many prompts, with bounded memory.
@@ -156,7 +215,7 @@ class LibraryCalls(EngineClient):
                 closed at the end.
             max_in_flight: prompts that are running, or answered and not taken by the reader yet; at least 1.
             ordered: answers come in the order of the prompts. False: as they are finished.
-            fields: as `complete`.
+            tokenization, fields: as `complete`.
 
         Cancellation: leaving the block, by any way, aborts in the engine what is unfinished.
 
@@ -174,7 +233,12 @@ class LibraryCalls(EngineClient):
         if max_in_flight < 1:
             raise ValueError(f"max_in_flight must be at least 1, not {max_in_flight}")
         whole = _whole(params, fields)
-        return open_map(prompts, lambda prompt: self.complete(prompt, whole), max_in_flight, ordered=ordered)
+        return open_map(
+            prompts,
+            lambda prompt: self.complete(prompt, whole, tokenization=tokenization),
+            max_in_flight,
+            ordered=ordered,
+        )
 
 
 class ChatStream:

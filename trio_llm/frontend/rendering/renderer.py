@@ -18,6 +18,7 @@ from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_conf
 from trio_llm.frontend.text.detokenizer import TokenIdError, TokenTable, make_detokenizer
 from trio_llm.quoting import quote
 from trio_llm.sampling import is_valid_text
+from trio_llm.tokenization import PLAIN, TokenizationParams
 
 __all__ = ["Renderer", "TextTooLongError"]
 
@@ -73,36 +74,50 @@ class Renderer:
         """The bytes of each id."""
         return self.tokenizer.table
 
-    async def render_prompt(self, prompt: str | list[int], *, add_special_tokens: bool = True) -> list[int]:
-        """The ids of a prompt. A list of ids comes back as it is: the input processor checks them.
+    async def render_prompt(
+        self, prompt: str | list[int], tokenization: TokenizationParams = PLAIN, *, room: int = 0
+    ) -> list[int]:
+        """The ids of a prompt. Those of a list of ids come back as they are: the input processor checks them.
+
+        Args:
+            tokenization: may also cut a prompt that is too long.
+            room: tokens of the context that a prompt which is cut leaves for the answer, unless a number is asked for.
 
         Cancellation: safe. A worker thread that has begun goes on to its end, holds its place until then, and its
         result is dropped.
 
         Raises:
-            InvalidRequestError: the text is not valid (`param` is `prompt`).
-            PromptTooLongError: it has so many characters that it cannot fit the context. One that has too many
-                tokens without that comes back as it is.
+            InvalidRequestError: the text is not valid (`param` is `prompt`), or `truncate_prompt_tokens` is more than
+                the model can take.
+            PromptTooLongError: it has so many characters that it cannot fit the context, and may not be cut. One that
+                has too many tokens without that comes back as it is.
         """
         if not isinstance(prompt, str):
             await trio.lowlevel.checkpoint()
-            return prompt
-        self._check_fits(prompt)
-        return await self._run(
-            functools.partial(self._encode_prompt, prompt, add_special_tokens=add_special_tokens), size=len(prompt)
-        )
+            return self.truncate(prompt, tokenization, room=room)
+        if not tokenization.may_cut:
+            self._check_fits(prompt)
+        adds_special_tokens = tokenization.add_special_tokens is not False
+        encode = functools.partial(self._encode_prompt, prompt, add_special_tokens=adds_special_tokens)
+        return self.truncate(await self._run(encode, size=len(prompt)), tokenization, room=room)
 
     async def render_prompts(
-        self, prompts: Sequence[str | list[int]], *, add_special_tokens: bool = True
+        self, prompts: Sequence[str | list[int]], tokenization: TokenizationParams = PLAIN, *, room: int = 0
     ) -> list[list[int]]:
-        """The ids of several prompts, in their order. Cancellation and errors: as `render_prompt`."""
+        """The ids of several prompts, in their order. Arguments, cancellation and errors: as `render_prompt`."""
         await trio.lowlevel.checkpoint()
         return [
-            await self.render_prompt(prompt, add_special_tokens=add_special_tokens)
+            await self.render_prompt(prompt, tokenization, room=room)
             if isinstance(prompt, str)
-            else prompt
+            else self.truncate(prompt, tokenization, room=room)
             for prompt in prompts
         ]
+
+    def truncate(self, token_ids: list[int], tokenization: TokenizationParams, *, room: int) -> list[int]:
+        """What is kept of a prompt's ids, which need not be checked yet. Arguments and errors: as `render_prompt`."""
+        if not (tokenization.may_cut and isinstance(token_ids, list)):
+            return token_ids
+        return tokenization.truncate(token_ids, max_model_len=self._max_model_len, room=room)
 
     async def render_bad_words(self, words: Sequence[str]) -> list[list[int]]:
         """The token ids of words that must not come: each at the start of a text and after a space, if those differ.
@@ -155,15 +170,15 @@ class Renderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         template_kwargs: dict[str, Any] | None = None,
-    ) -> list[int]:
-        """The ids of a conversation, by the model's template. See `ChatTemplate.render`.
+    ) -> str:
+        """The text of a conversation, by the model's template, for `render_prompt` with
+        `TokenizationParams.for_chat`. See `ChatTemplate.render`.
 
         Cancellation: as `render_prompt`.
 
         Raises:
             InvalidRequestError: the messages are malformed, not valid text, or the template refuses them; `param`
                 names the place.
-            PromptTooLongError: as `render_prompt`.
         """
         size = _measure(messages, INLINE_CHARS) + _measure(template_kwargs, INLINE_CHARS)
         render = functools.partial(
@@ -173,11 +188,7 @@ class Renderer:
             continue_final_message=continue_final_message,
             template_kwargs=template_kwargs,
         )
-        text = await self._run(render, size=size)
-        self._check_fits(text)
-        # The template has put the special tokens where they belong.
-        encode = functools.partial(self.tokenizer.encode, text, add_special_tokens=False)
-        return await self._run(encode, size=len(text))
+        return await self._run(render, size=size)
 
     def _check_fits(self, text: str) -> None:
         min_tokens = self.tokenizer.count_at_least(text)

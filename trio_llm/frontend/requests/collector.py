@@ -43,18 +43,21 @@ class RequestOutputCollector:
             choice by itself.
     """
 
-    __slots__ = ("_error", "_merge_by_joining", "_send", "channel", "is_unread", "must_resubmit")
+    __slots__ = ("_merge_by_joining", "_send", "channel", "error", "is_unread", "must_resubmit", "prompt")
 
     def __init__(self, kind: RequestOutputKind) -> None:
         self._merge_by_joining = kind is RequestOutputKind.DELTA
         self._send: trio.MemorySendChannel[Unread]
         self.channel: trio.MemoryReceiveChannel[Unread]
         self._send, self.channel = trio.open_memory_channel[Unread](1)
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """What was put by `put_error`."""
         self.is_unread = False
         """Something was put since the reader took last, so it need not wait. Saves an exception per token."""
         self.must_resubmit = False
         """The engine has dropped the request, uncomputed: a reader that reads on must send it again."""
+        self.prompt: str | None = None
+        """The prompt's text, for each output that is taken; None if the caller gave token ids."""
 
     def put(self, output: RequestOutput) -> int:
         """Add an output. Never blocks; does nothing if the reader has left or an error was put.
@@ -87,8 +90,8 @@ class RequestOutputCollector:
 
     def put_error(self, error: BaseException) -> None:
         """End the mailbox: the reader gets what is unread, then this error. The first error counts. Never blocks."""
-        if self._error is None:
-            self._error = error
+        if self.error is None:
+            self.error = error
         self._send.close()
 
     async def receive(self) -> RequestOutput:
@@ -114,12 +117,14 @@ class RequestOutputCollector:
     def unpack(self, unread: Unread) -> RequestOutput:
         """What was taken from `channel`, as one output. For a reader that receives from `channel` itself."""
         self.is_unread = False
-        return _join(unread.pieces) if isinstance(unread, _Pieces) else unread
+        output = _join(unread.pieces) if isinstance(unread, _Pieces) else unread
+        output.prompt = self.prompt
+        return output
 
     def raise_error(self) -> None:
         """Raise what was put by `put_error`, if anything was. For the end of the channel."""
-        if self._error is not None:
-            raise self._error from self._error.__cause__
+        if self.error is not None:
+            raise self.error from self.error.__cause__
 
     def close(self) -> None:
         """The reader leaves: from now on `put` does nothing. Idempotent."""
@@ -193,4 +198,5 @@ def _join_choices(choices: list[CompletionOutput]) -> CompletionOutput:
         logprobs=[entry for choice in choices for entry in choice.logprobs or ()] if has_logprobs else None,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
+        weight_versions=last.weight_versions,
     )

@@ -5,7 +5,7 @@ Used by `RequestRegistry`, which has one per engine. Synchronous.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -22,7 +22,7 @@ from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
-__all__ = ["EngineLink", "EngineRequests", "find_least_busy", "make_blame"]
+__all__ = ["EngineLink", "EngineRequests", "make_blame"]
 
 
 class EngineLink(Protocol):
@@ -62,21 +62,47 @@ class EngineRequests:
     Args:
         recorder: counts what comes of them; None: nothing does.
         in_flight: the registry's requests, those of other engines among them.
+        counts_work: this engine is one of several, which are balanced.
     """
 
     def __init__(
-        self, link: EngineLink, recorder: EngineRecorder | None, in_flight: Mapping[str, InFlightRequest]
+        self,
+        link: EngineLink,
+        recorder: EngineRecorder | None,
+        in_flight: Mapping[str, InFlightRequest],
+        *,
+        counts_work: bool = False,
     ) -> None:
         self.link = link
         self._in_flight = in_flight
         self._resumption = Resumption[RequestState]()
         self.recorder = recorder
+        self._counts_work = counts_work
         self.num_in_flight = 0
-        """How many of the requests are this engine's; counted by the registry."""
+        """How many of the requests are this engine's."""
+        self.work = 0
+        """What they all count with."""
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         """This engine's unfinished requests, in order of arrival."""
         return (request for request in self._in_flight.values() if request.engine_index == self.link.index)
+
+    def add(self, request: InFlightRequest) -> None:
+        """The request is this engine's from now on."""
+        self.num_in_flight += 1
+        self.count_work(request)
+
+    def remove(self, request: InFlightRequest) -> None:
+        """The request is over, or another engine's from now on."""
+        self.num_in_flight -= 1
+        self.work -= request.work
+        request.work = 0
+
+    def count_work(self, request: InFlightRequest) -> None:
+        """Something was done for one of its requests, or more is to be done."""
+        if self._counts_work:
+            before, request.work = request.work, request.measure_work()
+            self.work += request.work - before
 
     @property
     def num_expected(self) -> int:
@@ -92,6 +118,8 @@ class EngineRequests:
         """
         state = request.state
         request.clock.mark_sent(trio.current_time(), is_up=self.link.is_up)
+        if self._counts_work:
+            request.num_sent_tokens = _count_tokens(message)
         if self.link.is_up:
             self.link.send_nowait(message)
             state.mark_sent()
@@ -149,6 +177,7 @@ class EngineRequests:
             self.resume(session)  # this incarnation does not have the earlier inputs, or there is none yet
         else:
             self.send(session, message)
+        self.count_work(session)
 
     def abort(self, request_ids: list[str]) -> None:
         """Let the engine forget requests that it has."""
@@ -161,7 +190,7 @@ class EngineRequests:
         is_first = clock.first_token_s is None
         if is_first:
             clock.mark_first_token(now_s, state.queued_s)
-            request.answer.note_first_token(clock)
+            request.report.note_first_token(clock)
         if self.recorder is None:
             return
         if not is_first:
@@ -187,8 +216,10 @@ class EngineRequests:
 
     def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
         """A request is over for its reader."""
+        stats = make_finished_stats(request, reason, trio.current_time(), knows_last_token=self.recorder is not None)
         if self.recorder is not None:
-            self.recorder.request_finished(make_finished_stats(request, reason, trio.current_time()))
+            self.recorder.request_finished(stats)
+        request.report.end_choice(stats, request.collector.error)
 
     def with_metrics(self, request: InFlightRequest, output: RequestOutput | None) -> RequestOutput | None:
         """As the registry's."""
@@ -219,14 +250,21 @@ class EngineRequests:
 
     def on_ready(self) -> None:
         """The next incarnation is ready and gets what waits, suspects one at a time."""
-        waiting = [request.state for request in self if request.state.status is RequestStatus.UNSENT]
-        for state in self._resumption.engine_ready(waiting):
-            self.resume(self._in_flight[state.request_id])
+        self.take_over(self)
+
+    def take_over(self, requests: Iterable[InFlightRequest]) -> None:
+        """Requests of this engine that no engine has: it gets those that are to be sent, if it is up."""
+        if self.link.is_up:
+            waiting = [request.state for request in requests if request.state.status is RequestStatus.UNSENT]
+            for state in self._resumption.take(waiting):
+                self.resume(self._in_flight[state.request_id])
 
     def check(self) -> None:
         """Assert what holds between the link, the statuses of this engine's requests and the resumption."""
         requests = list(self)
         assert len(requests) == self.num_in_flight, (len(requests), self.num_in_flight)
+        assert sum(request.work for request in requests) == self.work, self.work
+        assert not (requests and self.link.is_dead), "an engine that is dead for good has requests"
         unsent = {request.state for request in requests if request.state.status is RequestStatus.UNSENT}
         has_any = any(request.state.status in (RequestStatus.SENT, RequestStatus.ABORTING) for request in requests)
         suspects, on_trial = self._resumption.suspects, self._resumption.on_trial
@@ -247,15 +285,6 @@ def make_blame(suspect: InFlightRequest, reason: str) -> EngineGenerateError:
     )
 
 
-def find_least_busy(engines: Sequence[EngineRequests]) -> int:
-    """The index of the engine with the fewest unfinished requests, and of several the first one.
-
-    Engines that are up come before those that are being started again. Dead ones are not considered, unless all are.
-    """
-    alive = [engine for engine in engines if not engine.link.is_dead] or engines
-    return min(alive, key=lambda engine: (not engine.link.is_up, engine.num_in_flight)).link.index
-
-
 def _make_resumed(request: InFlightRequest, now_s: float) -> EngineCoreRequest:
     """What lets another incarnation go on with a request, after the tokens that were delivered."""
     state, message = request.state, request.state.request
@@ -270,3 +299,10 @@ def _make_resumed(request: InFlightRequest, now_s: float) -> EngineCoreRequest:
         num_earlier_tokens=state.num_tokens - len(state.token_ids),
         deadline_s=deadline_s,
     )
+
+
+def _count_tokens(message: EngineCoreRequest | Continue) -> int:
+    """Tokens that an engine has to compute before the next one of the answer, if none of them is in its cache."""
+    if isinstance(message, Continue):
+        return len(message.token_ids)
+    return len(message.prompt_token_ids) + len(message.output_token_ids)

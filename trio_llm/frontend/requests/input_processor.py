@@ -6,6 +6,7 @@ Pure but for the random seed and id suffix. Used by `AsyncLLM`.
 from __future__ import annotations
 
 import secrets
+import time
 import uuid
 from collections.abc import Collection, Iterable
 from itertools import chain
@@ -98,6 +99,22 @@ def check_cache_salt(cache_salt: str | None) -> None:
         )
     if not is_valid_text(cache_salt):
         raise InvalidRequestError("cache_salt contains a lone surrogate, which is not valid text", "cache_salt")
+
+
+def find_age_s(arrival_time: float | None) -> float:
+    """Seconds since a request arrived, by its caller's account.
+
+    Args:
+        arrival_time: seconds since 1970. None, or a time to come: it arrives now.
+
+    Raises:
+        InvalidRequestError: that is no time.
+    """
+    if arrival_time is None:
+        return 0.0
+    if isinstance(arrival_time, bool) or not isinstance(arrival_time, int | float) or not 0 <= arrival_time < 2**63:
+        raise InvalidRequestError("arrival_time must be seconds since 1970", "arrival_time")
+    return max(0.0, time.time() - arrival_time)
 
 
 def make_external_id(request_id: str | None) -> str:

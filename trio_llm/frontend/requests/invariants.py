@@ -33,6 +33,7 @@ def check_requests(in_flight: Mapping[str, InFlightRequest]) -> None:
         assert request_id == request.state.request_id
         _check_one(request)
         _check_family(request, in_flight)
+        _check_report(request, in_flight)
 
 
 def _check_one(request: InFlightRequest) -> None:
@@ -62,3 +63,12 @@ def _check_family(request: InFlightRequest, in_flight: Mapping[str, InFlightRequ
             assert sibling.state.family is family
             assert sibling.collector is request.collector, "the choices of an answer share one mailbox"
             assert sibling.engine_index == request.engine_index, "the choices of an answer share one engine"
+
+
+def _check_report(request: InFlightRequest, in_flight: Mapping[str, InFlightRequest]) -> None:
+    report, family = request.report, request.state.family
+    ids = [request.state.request_id] if family is None else family.child_ids
+    members = [member for request_id in ids if (member := in_flight.get(request_id)) is not None]
+    assert all(member.report is report for member in members), "the choices of an answer share one report"
+    num_unfinished = sum(member.is_unfinished for member in members)
+    assert report.num_open == num_unfinished, f"{report.external_id}: {report.num_open} open, {num_unfinished} run"

@@ -2,14 +2,12 @@
 
 Used by the submitter and by sessions, which bring requests, and by the output handler, which sees them end. Synchronous
 throughout: a request is registered and queued for sending, or nothing of it is left. When an engine dies, its requests
-stay, and the next incarnation gets them from here.
+stay, and another engine, or the next incarnation, gets them from here.
 """
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from typing import Final
 
 import msgspec
@@ -17,34 +15,35 @@ import trio
 
 from trio_llm.errors import CodecError, EngineDeadError, InvalidRequestError, fresh
 from trio_llm.frontend.requests.admission import AdmissionLedger
+from trio_llm.frontend.requests.balancing import ANYWHERE, Balancer, Routing
 from trio_llm.frontend.requests.collector import RequestOutputCollector
-from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests, find_least_busy, make_blame
+from trio_llm.frontend.requests.engine_requests import EngineLink, EngineRequests
 from trio_llm.frontend.requests.in_flight import InFlightRequest, make_choices
 from trio_llm.frontend.requests.invariants import check_requests
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.frontend.requests.output.state import RequestState
+from trio_llm.frontend.requests.routing import EngineRouter, RequestRecovery
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
 from trio_llm.frontend.statistics.request_clock import RequestClock
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.wire.messages import Continue, EngineCoreRequest
 
 __all__ = ["RequestRegistry"]
-
-logger = logging.getLogger(__name__)
 
 _MAX_EXPIRED: Final = 2
 """After so many deadlines that passed while the reader stayed, a request is sent without one."""
 
 
 class RequestRegistry:
-    """All requests between their registration and their engine's last row for them. An `EngineListener`.
+    """All requests between their registration and their engine's last row for them.
 
     Args:
         engines: at least one, in the order of their indices.
         ledger: counts the requests that are in here.
-        choose_engine: gives the index of the engine for a new request. None: as `find_least_busy`.
+        balancer: chooses the engines. None: one with its defaults.
     """
 
     def __init__(
@@ -53,18 +52,19 @@ class RequestRegistry:
         recorder: StatisticsRecorder,
         ledger: AdmissionLedger,
         *,
-        choose_engine: Callable[[], int] | None = None,
+        balancer: Balancer | None = None,
     ) -> None:
         self.in_flight: dict[str, InFlightRequest] = {}
         """By internal id, in order of arrival. Changed in here alone."""
         self._engines = [
-            EngineRequests(link, of_engine, self.in_flight)
+            EngineRequests(link, of_engine, self.in_flight, counts_work=len(engines) > 1)
             for link, of_engine in zip(engines, recorder.engines, strict=True)
         ]
         self._recorder = recorder
         self._ledger = ledger
         self._idle_waiters = trio.lowlevel.ParkingLot()
-        self._choose_engine = choose_engine or partial(find_least_busy, self._engines)
+        self._router = EngineRouter(self._engines, balancer or Balancer(len(engines)), self.in_flight)
+        self.recovery = RequestRecovery(self._engines, self._router, self)
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no request comes before."""
 
@@ -84,16 +84,21 @@ class RequestRegistry:
         """Return if one more request may be registered. Raises as `AdmissionLedger.check`."""
         self._ledger.check()
 
+    def check_routing(self, routing: Routing) -> None:
+        """Raises InvalidRequestError: it cannot be, or not with the engines of this front end."""
+        self._router.check_routing(routing)
+
     def check(self) -> None:
         """Assert all that holds between statuses, ledger, families and resumption whenever no method is running."""
         check_requests(self.in_flight)
         self._ledger.check_counts(request.state for request in self.in_flight.values())
         for engine in self._engines:
             engine.check()
+        self._router.check()
 
     # -------------------------------------------------------------------------------------- arriving
 
-    def submit(self, request: EngineCoreRequest, external_id: str, arrived_s: float) -> InFlightRequest:
+    def submit(self, request: EngineCoreRequest, report: RequestReport, routing: Routing = ANYWHERE) -> InFlightRequest:
         """Register a request, which may ask for several choices, and queue all of it for an engine or leave nothing.
 
         Returns:
@@ -101,27 +106,28 @@ class RequestRegistry:
 
         Raises:
             OverloadedError: as much is unfinished as may be.
+            EngineUnavailableError: the engine that it asks for is dead for good, and others are not.
             InvalidRequestError: it has no form on the wire, or more choices than may ever be unfinished.
         """
         assert self.processor is not None
         children = fan_out(request) if request.params.n > 1 else [request]
         self._ledger.check(count=len(children), num_prompt_tokens=len(request.prompt_token_ids))
-        engine_index = self._choose_engine()
-        choices = make_choices(request, children, self.processor, external_id, arrived_s, engine_index)
+        engine_index = self._router.choose(routing, request.prompt_token_ids, request.cache_salt)
+        choices = make_choices(request, children, self.processor, report, engine_index, routing)
         for choice in choices:
             self.register(choice)
         try:
             self._engines[engine_index].send_all(choices)
         except CodecError as error:
             for choice in choices:
-                self._drop(choice)
+                self.drop(choice)
             raise InvalidRequestError(f"the request cannot be sent to the engine: {error}") from error
         return choices[0]
 
     def register(self, request: InFlightRequest) -> None:
         """Before it is sent, so that no row can come for an unknown request."""
         self.in_flight[request.state.request_id] = request
-        self._engines[request.engine_index].num_in_flight += 1
+        self._engines[request.engine_index].add(request)
         self._ledger.add(request.state, request.state.num_prompt_tokens)
 
     def resubmit(self, request: InFlightRequest, seconds_left: float | None) -> None:
@@ -138,17 +144,25 @@ class RequestRegistry:
                 deadline_s = seconds_left if state.num_expired < _MAX_EXPIRED else None
                 state.request = msgspec.structs.replace(state.request, deadline_s=deadline_s)
                 member.counted_from_s = trio.current_time()
-                self._engines[member.engine_index].send(member, state.request)
+                engine = self._engines[member.engine_index]
+                engine.send(member, state.request)
+                engine.count_work(member)
 
     # -------------------------------------------------------------------------------------- sessions
 
     def open_session(
-        self, request: EngineCoreRequest, external_id: str, collector: RequestOutputCollector, arrived_s: float
+        self,
+        request: EngineCoreRequest,
+        collector: RequestOutputCollector,
+        report: RequestReport,
+        routing: Routing = ANYWHERE,
     ) -> InFlightRequest:
         """Register a session, which has no input yet. Nothing is sent."""
         assert self.processor is not None
-        state = self.processor.make_state(request, external_id)
-        session = InFlightRequest(state, collector, RequestClock(arrived_s), engine_index=self._choose_engine())
+        state = self.processor.make_state(request, report.external_id)
+        engine_index = self._router.choose(routing, [], request.cache_salt)
+        clock = RequestClock(report.arrived_s)
+        session = InFlightRequest(state, collector, clock, report, engine_index, routing)
         self.register(session)
         return session
 
@@ -243,12 +257,13 @@ class RequestRegistry:
         """The request is over for its reader. Returns whether its engine has it; if not, the request is gone."""
         self.record_end(request, reason)
         if request.state.num_tokens_when_sent is None:
-            self._drop(request)
+            self.drop(request)
             return False
         request.state.move(RequestStatus.ABORTING)
+        self._engines[request.engine_index].count_work(request)
         return True
 
-    def _drop(self, request: InFlightRequest) -> None:
+    def drop(self, request: InFlightRequest) -> None:
         """Forget a request that no row will come for."""
         request.state.move(RequestStatus.GONE)
         self.forget(request.state)
@@ -257,7 +272,7 @@ class RequestRegistry:
     def forget(self, state: RequestState) -> None:
         """The request is gone: the engine's last row for it has come."""
         request = self.in_flight.pop(state.request_id)
-        self._engines[request.engine_index].num_in_flight -= 1
+        self._engines[request.engine_index].remove(request)
         self._ledger.remove(state)
         self._wake_idle_waiters()
         if state.num_deaths:
@@ -293,50 +308,32 @@ class RequestRegistry:
     def mark_first_token(self, request: InFlightRequest) -> None:
         """The first token of an answer has come: its prompt is computed."""
         request.has_first_token = True
+        self._engines[request.engine_index].count_work(request)
         self._ledger.prefill_done(request.state)
 
     def mark_expired(self, request: InFlightRequest) -> None:
         """The engine has dropped it, uncomputed: it is sent again if its reader reads on."""
         request.collector.must_resubmit = True
+        engine = self._engines[request.engine_index]
+        engine.count_work(request)
         if request.state.num_deaths:  # the next suspect does not wait for this one's reader
-            self._engines[request.engine_index].finish_trial(request)
+            engine.finish_trial(request)
 
     def clear_suspicion(self, request: InFlightRequest) -> None:
         """A request that may have killed engines has got a token, or is over."""
         request.state.num_deaths = 0
         self._engines[request.engine_index].finish_trial(request)
 
-    # ------------------------------------------------------------------------------ the engine's end
+    # -------------------------------------------------------------------------------------- the end
 
-    def on_lost(self, engine: EngineLink, reason: str) -> None:
-        """An incarnation of this engine is dead: its unfinished requests wait for the next one."""
-        requests = self._engines[engine.index]
-        suspect = requests.on_lost()
-        for request in [request for request in requests if request.state.status is RequestStatus.ABORTING]:
-            self._drop(request)
-        if suspect is not None and suspect.is_unfinished:
-            error = make_blame(suspect, reason)
-            logger.error("request %s is given up: %s", suspect.state.external_id, error)
-            suspect.collector.put_error(error)
-            self.end_in_engine(self.mark_family_aborted(suspect.state, reason="error"))
-
-    def on_ready(self, engine: EngineLink) -> None:
-        """An incarnation of this engine is ready: it gets all that is unfinished."""
-        self._engines[engine.index].on_ready()
-
-    def on_dead(self, engine: EngineLink, error: EngineDeadError) -> None:
-        """This engine is gone: each reader of its requests gets the text it is owed, then the error."""
-        requests = self._engines[engine.index]
-        for request in list(requests):
-            state = request.state
+    def drop_all(self, engine: EngineLink, error: EngineDeadError) -> None:
+        """No engine will go on with this one's requests: each reader gets the text it is owed, then the error."""
+        for request in list(self._engines[engine.index]):
             if request.is_unfinished:
                 request.collector.put_error(fresh(error))
                 self.record_end(request, "error")
-            state.move(RequestStatus.GONE)
-            del self.in_flight[state.request_id]
-            self._ledger.remove(state)
-        requests.num_in_flight = 0
-        self._wake_idle_waiters()
+            request.state.move(RequestStatus.GONE)
+            self.forget(request.state)
 
     async def wait_idle(self) -> None:
         """Wait until no request is unfinished, in the engines neither. Cancellation: safe."""

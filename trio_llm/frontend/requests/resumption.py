@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, Generic, Protocol, TypeVar
 
-__all__ = ["Resumable", "Resumption"]
+__all__ = ["Resumable", "Resumption", "is_suspect"]
 
 _SUSPICIOUS_DEATHS: Final = 2
 
@@ -27,6 +27,11 @@ class Resumable(Protocol):
 
 
 RequestT = TypeVar("RequestT", bound=Resumable)
+
+
+def is_suspect(request: Resumable) -> bool:
+    """It may be what engines die of."""
+    return request.num_deaths >= _SUSPICIOUS_DEATHS
 
 
 class Resumption(Generic[RequestT]):
@@ -73,15 +78,15 @@ class Resumption(Generic[RequestT]):
         self._suspects.clear()
         return suspect if suspect is not None and could_run(suspect) else None
 
-    def engine_ready(self, requests: Iterable[RequestT]) -> list[RequestT]:
-        """Another incarnation is ready for these requests, in order of arrival. Returns those to send now."""
+    def take(self, requests: Iterable[RequestT]) -> list[RequestT]:
+        """An incarnation is ready for these requests, in order of arrival. Returns those to send now."""
         now = []
         for request in requests:
-            if request.num_deaths < _SUSPICIOUS_DEATHS:
-                now.append(request)
-            else:
+            if is_suspect(request):
                 self._suspects.append(request)
-        return now + self._try_next()
+            else:
+                now.append(request)
+        return now + (self._try_next() if self._on_trial is None else [])
 
     def finish(self, request: RequestT) -> list[RequestT]:
         """A request has got a token, or has ended in any way. Harmless if it was no suspect.

@@ -16,12 +16,15 @@ import trio
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.exception_groups import errors_to
 from trio_llm.frontend.rendering.renderer import Renderer
+from trio_llm.frontend.requests.balancing import Routing
 from trio_llm.frontend.requests.collector import RequestOutputCollector, Unread
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
+from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.sampling import RequestOutputKind, SamplingParams
+from trio_llm.tokenization import PLAIN
 from trio_llm.wire.messages import Continue, EngineCoreRequest
 
 __all__ = ["Session", "SessionCollector", "StreamingInput", "check_session_params"]
@@ -146,7 +149,8 @@ class Session:
         inputs: AsyncIterable[StreamingInput],
         blank: EngineCoreRequest,
         *,
-        external_id: str,
+        report: RequestReport,
+        routing: Routing,
         renderer: Renderer,
         input_processor: InputProcessor,
         registry: RequestRegistry,
@@ -166,7 +170,7 @@ class Session:
         self._is_idle = True
         """No answer is under way."""
         self._is_draining = False
-        self.request: InFlightRequest = registry.open_session(blank, external_id, self._collector, trio.current_time())
+        self.request: InFlightRequest = registry.open_session(blank, self._collector, report, routing)
 
     async def run(self) -> None:
         """Feed the engine until the inputs or the session end. Errors go to the reader, or to the log if it has left.
@@ -212,7 +216,7 @@ class Session:
         is_first = not self._token_ids
         token_ids = one.prompt
         if isinstance(token_ids, str):
-            token_ids = await self._renderer.render_prompt(token_ids, add_special_tokens=is_first)
+            token_ids = await self._renderer.render_prompt(token_ids, PLAIN if is_first else PLAIN.for_chat())
         bad_words = await self._renderer.render_bad_words(params.bad_words) if params.bad_words else []
         if not isinstance(token_ids, list) or not token_ids:
             raise InvalidRequestError("an input has no tokens", "prompt")
@@ -265,7 +269,7 @@ class Session:
             self._collector.put(output)
 
     def _fail(self, error: Exception) -> None:
+        self._collector.put_error(error)  # first, so that the observers of requests learn why it ends
         was_over = self._registry.end_session(self.request, "error") is None
-        self._collector.put_error(error)
         if was_over:
             logger.warning("the inputs of %s failed when it was over already", self._internal_id, exc_info=error)

@@ -130,6 +130,7 @@ class StatisticsRecorder:
     An `EngineListener`. Made by `open_recorder`.
 
     Args:
+        first_rank: of the engines; loggers are told ranks.
         is_enabled: False: nothing is recorded, and there is no logger.
         totals: one of the loggers, for `llm.statistics()`.
     """
@@ -139,23 +140,25 @@ class StatisticsRecorder:
         loggers: Sequence[StatLogger],
         *,
         num_engines: int = 1,
+        first_rank: int = 0,
         is_enabled: bool = True,
         totals: Totals | None = None,
     ) -> None:
         self.is_enabled = is_enabled
         self._totals = totals
+        self._first_rank = first_rank
         self.engines = [EngineRecorder() if is_enabled else None for _ in range(num_engines)]
         """By the index of the engine. None: nothing is recorded."""
         self._loggers = list(loggers)
 
     def on_ready(self, engine: Engine) -> None:
         """Count the restart, if it is one."""
-        recorder, model = self.engines[engine.index], engine.model
+        recorder, model, rank = self.engines[engine.index], engine.model, self._first_rank + engine.index
         if recorder is None or model is None:
             return
         if engine.num_restarts:
             recorder.engine_restarted()
-        self._call_each(lambda stat_logger: stat_logger.record_engine_ready(model, engine_index=engine.index))
+        self._call_each(lambda stat_logger: stat_logger.record_engine_ready(model, engine_index=rank))
 
     def on_lost(self, engine: Engine, reason: str) -> None:
         """Nothing runs in an engine that is gone."""
@@ -178,7 +181,7 @@ class StatisticsRecorder:
         """Hand over what was gathered since the last time."""
         for index, engine in enumerate(self.engines):
             if engine is not None and (gathered := engine.take()) is not None:
-                self._record(index, *gathered)
+                self._record(self._first_rank + index, *gathered)
 
     def _record(self, engine_index: int, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
         self._call_each(lambda stat_logger: stat_logger.record(scheduler, iteration, engine_index=engine_index))

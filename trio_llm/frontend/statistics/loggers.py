@@ -35,11 +35,13 @@ def open_recorder(config: EngineConfig, given: Sequence[StatLoggerSource], *, nu
     With `disable_log_stats` and without any logger, it records nothing.
     """
     sources = [*given, *_load_plugins()]
+    first_rank = config.first_rank
     if config.disable_log_stats and not sources:
-        return StatisticsRecorder([], num_engines=num_engines, is_enabled=False)
-    totals = Totals(num_engines=num_engines)
-    loggers = [one for source in sources for one in _make_loggers(source, config, num_engines)]
-    return StatisticsRecorder([totals, *loggers], num_engines=num_engines, totals=totals)
+        return StatisticsRecorder([], num_engines=num_engines, first_rank=first_rank, is_enabled=False)
+    totals = Totals(num_engines=num_engines, first_rank=first_rank)
+    ranks = range(first_rank, first_rank + num_engines)
+    loggers = [one for source in sources for one in _make_loggers(source, config, ranks)]
+    return StatisticsRecorder([totals, *loggers], num_engines=num_engines, first_rank=first_rank, totals=totals)
 
 
 def _load_plugins() -> Iterator[StatLoggerSource]:
@@ -54,21 +56,23 @@ def _load_plugins() -> Iterator[StatLoggerSource]:
         yield source
 
 
-def _make_loggers(source: StatLoggerSource, config: EngineConfig, num_engines: int) -> list[StatLogger]:
+def _make_loggers(source: StatLoggerSource, config: EngineConfig, ranks: Sequence[int]) -> list[StatLogger]:
     if isinstance(source, StatLogger):
         return [source]
     if isinstance(source, type) and issubclass(source, AggregateStatLogger):
-        return [source(config, range(num_engines))]
+        return [source(config, ranks)]
     make = cast(StatLoggerFactory, source)
-    return [_OfEngine(make(config, index), index) for index in range(num_engines)]
+    return [_OfEngine(make(config, rank), rank, is_first=rank == ranks[0]) for rank in ranks]
 
 
 class _OfEngine(StatLogger):
-    """Passes on what is about one engine. What is about none goes to the logger of engine 0, so that it counts once."""
+    """Passes on what is about one engine. What is about none goes to the logger of the first engine, so that it
+    counts once."""
 
-    def __init__(self, logger: StatLogger, index: int) -> None:
+    def __init__(self, logger: StatLogger, index: int, *, is_first: bool) -> None:
         self._logger = logger
         self._index = index
+        self._is_first = is_first
 
     def __repr__(self) -> str:
         return f"{self._logger!r} of engine {self._index}"
@@ -78,7 +82,7 @@ class _OfEngine(StatLogger):
             self._logger.record(scheduler, iteration, engine_index=engine_index)
 
     def record_rejection(self, reason: str) -> None:
-        if self._index == 0:
+        if self._is_first:
             self._logger.record_rejection(reason)
 
     def record_engine_ready(self, model: ModelConfig, *, engine_index: int) -> None:
@@ -86,7 +90,7 @@ class _OfEngine(StatLogger):
             self._logger.record_engine_ready(model, engine_index=engine_index)
 
     def record_operation(self, operation: str, seconds: float | None) -> None:
-        if self._index == 0:
+        if self._is_first:
             self._logger.record_operation(operation, seconds)
 
     def log(self) -> None:

@@ -100,6 +100,7 @@ class StatLogger:
 
         Args:
             scheduler: the newest state of the engine's scheduler, if the batch had one. All zero: the engine is gone.
+            engine_index: its rank.
         """
 
     def record_rejection(self, reason: str) -> None:
@@ -123,7 +124,7 @@ class AggregateStatLogger(StatLogger):
     """The base of loggers of which one serves all engines, where only a class can be named, as in an entry point.
 
     Args:
-        engine_indices: of all engines of this front end.
+        engine_indices: the ranks of all engines of this front end.
     """
 
     def __init__(self, config: EngineConfig, engine_indices: Sequence[int]) -> None:
@@ -132,6 +133,6 @@ class AggregateStatLogger(StatLogger):
 
 
 StatLoggerFactory = Callable[[EngineConfig, int], StatLogger]
-"""Makes the logger of one engine, given its index: called once per engine."""
+"""Makes the logger of one engine, given its rank: called once per engine."""
 StatLoggerSource = StatLogger | StatLoggerFactory | type[AggregateStatLogger]
 """A logger for all engines, or what makes one per engine, or a class that is called once, with all indices."""

@@ -44,7 +44,8 @@ class EngineStatistics:
 class Totals(StatLogger):
     """Adds up."""
 
-    def __init__(self, *, num_engines: int = 1) -> None:
+    def __init__(self, *, num_engines: int = 1, first_rank: int = 0) -> None:
+        self._first_rank = first_rank
         self._schedulers: list[SchedulerStats | None] = [None] * num_engines
         """The newest statistics by the index of the engine; None before the first ones."""
         self._num_prompt_tokens = 0
@@ -56,7 +57,7 @@ class Totals(StatLogger):
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int = 0) -> None:
         """Add one drained batch."""
         if scheduler is not None:
-            self._schedulers[engine_index] = scheduler
+            self._schedulers[engine_index - self._first_rank] = scheduler
         self._num_prompt_tokens += iteration.num_prompt_tokens
         self._num_generation_tokens += iteration.num_generation_tokens
         self._num_restarts += iteration.num_restarts

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 from trio_llm.errors import EngineGenerateError
-from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs
+from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs, WeightVersionSpan
 
 __all__ = [
     "TEXT_ONLY",
@@ -43,6 +43,8 @@ class PromptEcho:
     """The name of the first token: it has no log-probabilities, which name the others."""
     text_offsets: list[int] | None = None
     """Where each token begins in `text`. None: not asked for."""
+    whole_text: str | None = None
+    """All of the prompt's text, for a field of its own. None: not asked for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +54,8 @@ class AnswerContents:
     prompts: Sequence[PromptEcho] = ()
     """All prompts of the request, if the answer repeats them."""
     with_token_ids: bool = False
+    with_weight_versions: bool = False
+    """Each choice ends with the versions of the weights that computed its tokens."""
     echo_logprobs: int | None = None
     """Alternatives in the prompt's log-probabilities that precede those of the answer. None: not asked for."""
     prompt_logprobs: int | None = None
@@ -112,6 +116,8 @@ class ChoiceFinished:
     stop_reason: str | int | None
     token_ids: list[int] | None = None
     num_tokens: int = 0
+    weight_versions: list[WeightVersionSpan] | None = None
+    """None: not asked for."""
 
 
 Event = ChoiceStarted | PromptEchoed | TextDelta | ChoiceFinished
@@ -137,6 +143,7 @@ class Choice:
     stop_reason: str | int | None
     token_ids: list[int] | None = None
     prompt: PromptEchoed | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
 
 
 class Assembler:
@@ -240,7 +247,8 @@ class Assembler:
         if completion.finish_reason is not None:
             self._finished.add(index)
             reasons = completion.finish_reason, completion.stop_reason
-            return ChoiceFinished(index, completion.text, logprobs, *reasons, token_ids, num_tokens)
+            versions = completion.weight_versions or [] if self._contents.with_weight_versions else None
+            return ChoiceFinished(index, completion.text, logprobs, *reasons, token_ids, num_tokens, versions)
         if completion.text:
             return TextDelta(index, completion.text, logprobs, token_ids, num_tokens)
         if num_tokens:
@@ -273,6 +281,7 @@ class _Parts:
     logprobs: list[TokenLogprobs] | None = None
     token_ids: list[int] | None = None
     prompt: PromptEchoed | None = None
+    weight_versions: list[WeightVersionSpan] | None = None
 
 
 def whole_choices(events: Iterable[Event]) -> list[Choice]:
@@ -302,6 +311,7 @@ def whole_choices(events: Iterable[Event]) -> list[Choice]:
                     event.stop_reason,
                     part.token_ids,
                     part.prompt,
+                    event.weight_versions,
                 )
             )
     return sorted(choices, key=lambda choice: choice.index)

@@ -19,6 +19,7 @@ from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.http.answers.assembly import TEXT_ONLY, AnswerContents, Assembler
 from trio_llm.frontend.http.answers.client_names import in_client_names
 from trio_llm.frontend.http.server.timeouts import NO_TIMEOUT, RequestTimeout
+from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.outputs import RequestOutput
 from trio_llm.sampling import SamplingParams
 
@@ -92,7 +93,12 @@ class Generation:
     prompts: Sequence[str | list[int]]
     params: SamplingParams
     request_id: str
+    priority: int = 0
     cache_salt: str | None = None
+    routing: Routing = ANYWHERE
+    arrival_time_s: float | None = None
+    """Seconds since 1970."""
+    trace_headers: Mapping[str, str] | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     contents: AnswerContents = TEXT_ONLY
     param_names: Mapping[str, str] = field(default_factory=dict)
@@ -150,7 +156,15 @@ class Generation:
         try:
             async with AsyncExitStack() as stack:
                 stream = self.client.generate(
-                    self.prompts[index], self.params, request_id=request_id, cache_salt=self.cache_salt
+                    self.prompts[index],
+                    self.params,
+                    request_id=request_id,
+                    priority=self.priority,
+                    cache_salt=self.cache_salt,
+                    data_parallel_rank=self.routing.data_parallel_rank,
+                    session_id=self.routing.session_id,
+                    arrival_time=self.arrival_time_s,
+                    trace_headers=self.trace_headers,
                 )
                 try:
                     with self.timeout.within():  # its deadline also goes to the engine

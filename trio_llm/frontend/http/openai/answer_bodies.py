@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Literal, NotRequired, TypedDict
 
-from trio_llm.outputs import FinishReason
+from trio_llm.frontend.http.openai.logprobs import ChatLogprobs, CompletionLogprobs, PromptLogprobs
+from trio_llm.outputs import FinishReason, WeightVersionSpan
 
 __all__ = [
     "CachedTokens",
@@ -15,13 +16,11 @@ __all__ = [
     "ChatChunk",
     "ChatChunkChoice",
     "ChatCompletion",
-    "ChatLogprobs",
     "ChatMessage",
     "Completion",
     "CompletionChoice",
     "CompletionChunk",
     "CompletionChunkChoice",
-    "CompletionLogprobs",
     "EmbeddingEntry",
     "EmbeddingList",
     "Error",
@@ -31,7 +30,6 @@ __all__ = [
     "PoolingList",
     "ProbeFailed",
     "ProbePassed",
-    "PromptLogprobs",
     "ScoreEntry",
     "ScoreList",
     "UsageBody",
@@ -61,50 +59,6 @@ class UsageBody(VectorUsage):
     completion_tokens_details: None
 
 
-# ---------------------------------------------------------------------------------- log-probabilities
-
-
-class Candidate(TypedDict):
-    """A token that could stand at a position."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatPosition(Candidate):
-    """The token at a position, and the likeliest ones there."""
-
-    top_logprobs: list[Candidate]
-
-
-class ChatLogprobs(TypedDict):
-    """One entry per token of the answer."""
-
-    content: list[ChatPosition]
-
-
-class CompletionLogprobs(TypedDict):
-    """Columns with one entry per token. The first token of an echoed prompt has null."""
-
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
-
-
-class PromptCandidate(TypedDict):
-    """A token that could stand at a position of the prompt."""
-
-    logprob: float
-    rank: int
-    decoded_token: str
-
-
-PromptLogprobs = list[dict[str, PromptCandidate] | None]
-"""By token id, for each token of the prompt. The first one has null."""
-
-
 # -------------------------------------------------------------------------------- chat completions
 
 
@@ -130,6 +84,7 @@ class ChatChoice(TypedDict):
     finish_reason: FinishReason
     stop_reason: str | int | None
     token_ids: list[int] | None
+    weight_versions: NotRequired[list[WeightVersionSpan]]
 
 
 class ChatCompletion(TypedDict):
@@ -145,7 +100,7 @@ class ChatCompletion(TypedDict):
     usage: UsageBody
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
-    prompt_text: None
+    prompt_text: str | None
     kv_transfer_params: None
     metrics: None
 
@@ -166,6 +121,7 @@ class ChatChunkChoice(TypedDict):
     finish_reason: FinishReason | None
     stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
+    weight_versions: NotRequired[list[WeightVersionSpan]]
 
 
 class ChatChunk(TypedDict):
@@ -177,6 +133,7 @@ class ChatChunk(TypedDict):
     model: str
     choices: list[ChatChunkChoice]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]
     usage: NotRequired[UsageBody]
     system_fingerprint: NotRequired[None]
 
@@ -195,6 +152,8 @@ class CompletionChoice(TypedDict):
     token_ids: list[int] | None
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
+    prompt_text: str | None
+    weight_versions: NotRequired[list[WeightVersionSpan]]
 
 
 class Completion(TypedDict):
@@ -221,6 +180,8 @@ class CompletionChunkChoice(TypedDict):
     stop_reason: str | int | None
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
+    prompt_text: NotRequired[str]
+    weight_versions: NotRequired[list[WeightVersionSpan]]
 
 
 class CompletionChunk(TypedDict):

@@ -6,16 +6,27 @@ Pure. Used by the request reader; the models of all bodies derive from it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, Final, TypeVar
+from typing import Annotated, Any, ClassVar, Final, TypeVar, get_args
 
 import msgspec
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, GetJsonSchemaHandler, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    ValidationError,
+    WithJsonSchema,
+)
 from pydantic_core import CoreSchema
 
-from trio_llm.config import DAY_S
+from trio_llm.config import DAY_S, MAX_DATA_PARALLEL_SIZE
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.openai.field_errors import MAX_PROBLEMS, invalid_fields_error
-from trio_llm.frontend.http.openai.schemas import Schema, bounded
+from trio_llm.frontend.http.openai.schemas import INT64_MAX, INT64_MIN, Schema, bounded
+from trio_llm.frontend.requests.balancing import MAX_SESSION_ID_CHARS
+from trio_llm.frontend.requests.input_processor import check_priority
+from trio_llm.tokenization import TokenizationParams, TruncationSide
 
 __all__ = ["ModelRequest", "Neutral", "RequestBody", "WholeNumber", "only", "parse_body"]
 
@@ -105,6 +116,11 @@ class RequestBody(BaseModel):
         return schema
 
 
+_TRUNCATION: Final[Schema] = {
+    "anyOf": [{"type": "integer", "minimum": 1, "maximum": INT64_MAX}, {"const": -1}, {"type": "null"}]
+}
+
+
 class ModelRequest(RequestBody):
     """Fields of every request to the model."""
 
@@ -112,6 +128,30 @@ class ModelRequest(RequestBody):
     timeout: Annotated[float | None, bounded(above=0, most=DAY_S)] = None
     # It becomes a header of the answer. The `$` of ECMA-262 and of pydantic stands for the very end.
     request_id: Annotated[str | None, Field(pattern="^[A-Za-z0-9_.:/+=@-]{1,128}$")] = None
+    data_parallel_rank: Annotated[WholeNumber | None, bounded(0, MAX_DATA_PARALLEL_SIZE - 1)] = None
+    session_id: Annotated[str | None, Field(min_length=1, max_length=MAX_SESSION_ID_CHARS)] = None
+    priority: Annotated[WholeNumber | None, bounded(INT64_MIN, INT64_MAX)] = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[WholeNumber | None, WithJsonSchema(_TRUNCATION)] = None
+    truncation_side: Annotated[str | None, WithJsonSchema({"enum": [*get_args(TruncationSide), None]})] = None
+
+    def check_together(self) -> None:
+        """As its base, and for values that pydantic does not judge."""
+        if self.priority is not None:
+            check_priority(self.priority)
+        if self.data_parallel_rank is not None and not 0 <= self.data_parallel_rank < MAX_DATA_PARALLEL_SIZE:
+            most = MAX_DATA_PARALLEL_SIZE - 1
+            raise InvalidRequestError(f"data_parallel_rank must be from 0 to {most}", "data_parallel_rank")
+        _ = self.tokenization
+
+    @property
+    def tokenization(self) -> TokenizationParams:
+        """How the prompts become tokens. Raises InvalidRequestError."""
+        return TokenizationParams(
+            add_special_tokens=self.add_special_tokens,
+            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            truncation_side="left" if self.truncation_side is None else self.truncation_side,  # type: ignore[arg-type]
+        )
 
 
 Body = TypeVar("Body", bound=RequestBody)

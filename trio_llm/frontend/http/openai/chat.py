@@ -38,7 +38,6 @@ class ChatRequest(CommonFields):
         "chat_template": only(),
         "documents": only([]),
         "reasoning_effort": only("none"),
-        "add_special_tokens": only(False),
         "echo": only(False),
     }
 
@@ -73,8 +72,8 @@ class ChatRequest(CommonFields):
 
     @property
     def repeats_prompt(self) -> bool:
-        """The answer has something of the prompt: its ids, or its log-probabilities."""
-        return bool(self.return_token_ids) or self.prompt_logprobs is not None
+        """The answer has something of the prompt: its ids, its text, or its log-probabilities."""
+        return bool(self.return_token_ids or self.return_prompt_text) or self.prompt_logprobs is not None
 
     @property
     def adds_generation_prompt(self) -> bool:

@@ -52,12 +52,6 @@ class CompletionRequest(CommonFields):
     max_tokens: Annotated[WholeNumber | None, bounded(0, INT64_MAX)] = None
     logprobs: Annotated[WholeNumber | None, bounded(0, MAX_LOGPROBS)] = None
     echo: bool | None = None
-    add_special_tokens: bool | None = None
-
-    @property
-    def adds_special_tokens(self) -> bool:
-        """The tokenizer adds its own, such as the beginning of text."""
-        return self.add_special_tokens is not False
 
 
 def completion_params(request: CompletionRequest, defaults: Mapping[str, float]) -> SamplingParams:

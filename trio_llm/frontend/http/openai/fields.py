@@ -53,14 +53,11 @@ NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "guided_regex": only(),
     "guided_choice": only(),
     "guided_grammar": only(),
-    "truncate_prompt_tokens": only(),
-    "return_prompt_text": only(False),
     "stream_interval": only(1),
     "repetition_detection": only(),
     "thinking_token_budget": only(-1),
     "logits_processors": only([]),
     "kv_transfer_params": only({}),
-    "priority": only(0),
     "mm_processor_kwargs": only({}),
 }
 """Fields of both protocols, each with the values that are accepted because they change nothing."""
@@ -131,9 +128,12 @@ class CommonFields(ModelRequest):
     ] = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_prompt_text: bool | None = None
+    return_weight_versions: bool | None = None
     cache_salt: Annotated[str | None, Field(min_length=1, max_length=MAX_CACHE_SALT_CHARS)] = None
 
     def check_together(self) -> None:
+        super().check_together()
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", "stream_options")
         if self.prompt_logprobs is not None and self.stream:

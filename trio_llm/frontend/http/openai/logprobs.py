@@ -6,18 +6,15 @@ Pure. Used by the writers of answers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypedDict
 
-from trio_llm.frontend.http.openai.answer_bodies import (
-    Candidate,
-    ChatLogprobs,
-    CompletionLogprobs,
-    PromptCandidate,
-    PromptLogprobs,
-)
 from trio_llm.outputs import Logprob, TokenLogprobs
 
 __all__ = [
+    "ChatLogprobs",
+    "CompletionLogprobs",
     "NameToken",
+    "PromptLogprobs",
     "chat_logprobs",
     "completion_logprobs",
     "name_by_id",
@@ -25,6 +22,48 @@ __all__ = [
     "token_id_name",
     "token_text",
 ]
+
+
+class Candidate(TypedDict):
+    """A token that could stand at a position."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatPosition(Candidate):
+    """The token at a position, and the likeliest ones there."""
+
+    top_logprobs: list[Candidate]
+
+
+class ChatLogprobs(TypedDict):
+    """One entry per token of the answer."""
+
+    content: list[ChatPosition]
+
+
+class CompletionLogprobs(TypedDict):
+    """Columns with one entry per token. The first token of an echoed prompt has null."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptCandidate(TypedDict):
+    """A token that could stand at a position of the prompt."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptCandidate] | None]
+"""By token id, for each token of the prompt. The first one has null."""
+
 
 NameToken = Callable[[Logprob], str]
 """How an answer calls a token."""

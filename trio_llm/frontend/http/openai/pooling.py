@@ -33,13 +33,11 @@ MAX_INPUTS: Final = 2048
 
 POOLING_NOT_SUPPORTED: Final[Mapping[str, Neutral]] = {
     "dimensions": only(),
-    "truncate_prompt_tokens": only(),
     "messages": only([]),
     "embed_dtype": only("float32"),
     "endianness": only("native", "little"),
     "use_activation": only(True),
     "cache_salt": only(),
-    "priority": only(0),
     "mm_processor_kwargs": only({}),
 }
 """Fields of these paths, each with the values that are accepted because they change nothing."""
@@ -53,12 +51,6 @@ class VectorFields(ModelRequest):
     not_supported: ClassVar[Mapping[str, Neutral]] = POOLING_NOT_SUPPORTED
 
     pooling: Annotated[str | None, WithJsonSchema({"enum": [*get_args(PoolingKind), None]})] = None
-    add_special_tokens: bool | None = None
-
-    @property
-    def adds_special_tokens(self) -> bool:
-        """The tokenizer adds its own, such as the beginning of text."""
-        return self.add_special_tokens is not False
 
 
 class EmbeddingRequest(VectorFields):

@@ -15,31 +15,33 @@ __all__ = ["parse_prompts"]
 _INT32 = 2**31
 
 
-def parse_prompts(value: Any, *, name: str, most: int, max_model_len: int, room: int = 1) -> list[str | list[int]]:
+def parse_prompts(
+    value: Any, *, name: str, most: int, max_model_len: int | None, room: int = 1
+) -> list[str | list[int]]:
     """The prompts in a field of a request: at least one, none of them empty.
 
     Args:
         name: of the field.
         most: prompts in one request.
-        max_model_len: tokens of prompt and answer together.
+        max_model_len: tokens of prompt and answer together. None: a list of ids may have any length, since it may be
+            cut.
         room: tokens that a prompt must leave for the answer.
 
     Raises:
         PromptTooLongError: a list has so many ids that the model cannot take them, whatever they are.
         InvalidRequestError: something else, or too many, or an empty prompt.
     """
-    longest = max_model_len - room
     if isinstance(value, list) and value and isinstance(value[0], str | list):
         if len(value) > most:
             raise InvalidRequestError(f"{len(value)} prompts are over the limit of {most}", name)
         kind = type(value[0])
         if any(type(one) is not kind for one in value):
             raise InvalidRequestError(f"{name} must not mix strings and lists of token ids", name)
-        return [_one_prompt(one, name, max_model_len, longest) for one in value]
-    return [_one_prompt(value, name, max_model_len, longest)]
+        return [_one_prompt(one, name, max_model_len, room) for one in value]
+    return [_one_prompt(value, name, max_model_len, room)]
 
 
-def _one_prompt(prompt: Any, name: str, max_model_len: int, longest: int) -> str | list[int]:
+def _one_prompt(prompt: Any, name: str, max_model_len: int | None, room: int) -> str | list[int]:
     if not isinstance(prompt, str | list):
         raise InvalidRequestError(
             f"{name} must be a string, a list of token ids, or a list of such, not {quote(prompt)}", name
@@ -47,7 +49,7 @@ def _one_prompt(prompt: Any, name: str, max_model_len: int, longest: int) -> str
     if not prompt:
         raise InvalidRequestError(f"{name} must not be empty", name)
     if isinstance(prompt, list):
-        if len(prompt) > longest:
+        if max_model_len is not None and len(prompt) > max_model_len - room:
             raise PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
         return _token_ids(prompt, name)
     return prompt

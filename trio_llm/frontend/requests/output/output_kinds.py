@@ -21,6 +21,8 @@ def make_output(state: RequestState, delta: CompletionOutput) -> RequestOutput |
             return None
     elif not delta.token_ids and not delta.text and not is_last:
         return None
+    if is_last:
+        delta.weight_versions = state.weight_versions()
     num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
     output = RequestOutput(
         state.external_id,

@@ -131,6 +131,8 @@ class OutputProcessor:
         state.num_prompt_tokens = num_input_tokens
         state.text.clear()
         del state.token_ids[:]
+        state.num_earlier_tokens = state.num_tokens
+        state.version_changes.clear()
         state.logprobs.clear()
 
     def end_session(self, state: RequestState, reason: FinishReason) -> RequestOutput | None:
@@ -170,10 +172,12 @@ class OutputProcessor:
             text = state.detokenizer.feed(token_ids)
         except Exception:
             return None  # `process` gets the same, and makes it this request's error
+        version = self.weight_version
+        if version != state.weight_version:
+            state.mark_weight_version(version)
         state.num_tokens += len(token_ids)
         state.token_ids.extend(token_ids)
         num_cached_tokens = state.num_cached_tokens if state.family is None else state.family.num_cached_tokens
-        state.weight_version = version = self.weight_version
         delta = CompletionOutput(state.index, text, token_ids, None, None)
         return RequestOutput(
             state.external_id, state.num_prompt_tokens, num_cached_tokens, [delta], False, None, version
@@ -195,7 +199,8 @@ class OutputProcessor:
             return ProcessedRow(is_gone=True)
         if state.num_tokens_when_sent is None or state.status is RequestStatus.GONE:
             return None  # the engine does not have it: an abort and the end may cross
-        state.weight_version = self.weight_version
+        if self.weight_version != state.weight_version:
+            state.mark_weight_version(self.weight_version)
         if row.start > state.num_tokens:
             raise OutputGap(
                 f"request {row.request_id} has {state.num_tokens} tokens and got a row that starts at {row.start}"

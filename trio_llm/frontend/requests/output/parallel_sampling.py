@@ -125,6 +125,7 @@ def repeat_choice(output: RequestOutput, num_choices: int) -> RequestOutput:
             None if choice.logprobs is None else list(choice.logprobs),
             choice.finish_reason,
             choice.stop_reason,
+            None if choice.weight_versions is None else list(choice.weight_versions),
         )
         for index in range(num_choices)
     ]

@@ -12,7 +12,7 @@ from trio_llm.frontend.requests.output.lifecycle import TRANSITIONS, RequestStat
 from trio_llm.frontend.requests.output.parallel_sampling import Family
 from trio_llm.frontend.text.detokenizer import Detokenizer
 from trio_llm.frontend.text.stop import StopScanner
-from trio_llm.outputs import TokenLogprobs
+from trio_llm.outputs import TokenLogprobs, WeightVersionSpan
 from trio_llm.sampling import RequestOutputKind
 from trio_llm.wire.messages import EngineCoreRequest
 
@@ -65,7 +65,11 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """All so far, one per token of the prompt. None: not asked for, or given away."""
     weight_version: str = "default"
-    """The version of the weights that computed its newest row."""
+    """The version of the weights that computed its newest row. Changed by `mark_weight_version` alone."""
+    version_changes: list[tuple[int, str]] = field(default_factory=list)
+    """For each time that it changed since the answer began: `num_tokens` at that time, and the version before."""
+    num_earlier_tokens: int = 0
+    """For a session: tokens of the answers before the newest one."""
 
     @property
     def request_id(self) -> str:
@@ -76,6 +80,24 @@ class RequestState:
         """Change the status along `TRANSITIONS`."""
         assert status in TRANSITIONS[self.status], f"{self.request_id}: {self.status} -> {status}"
         self.status = status
+
+    def mark_weight_version(self, version: str) -> None:
+        """Tokens from now on are computed by other weights."""
+        self.version_changes.append((self.num_tokens, self.weight_version))
+        self.weight_version = version
+
+    def weight_versions(self) -> list[WeightVersionSpan]:
+        """Which weights computed which tokens of the newest answer."""
+        spans: list[WeightVersionSpan] = []
+        start = 0
+        for num_tokens, version in (*self.version_changes, (self.num_tokens, self.weight_version)):
+            end = num_tokens - self.num_earlier_tokens
+            if end > start:
+                if spans and spans[-1].version == version:
+                    start = spans.pop().start
+                spans.append(WeightVersionSpan(version, start, end))
+                start = end
+        return spans
 
     def mark_sent(self) -> None:
         """The engine gets the request, or the next input of a session."""

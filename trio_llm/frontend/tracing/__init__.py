@@ -1,0 +1,1 @@
+"""What is told about single requests: log lines, and spans for OpenTelemetry."""
