@@ -128,7 +128,7 @@ _FLOORS: Final = {
 }
 _SUB_ROOMS: Final = {
     "trio_llm.frontend": (
-        ("exception_groups", "gc_tuning", "text", "core_client", "http.server"),
+        ("exception_groups", "gc_tuning", "keyword_errors", "text", "core_client", "http.server"),
         ("run_in_order",),
         ("rendering", "control", "requests.output"),
         ("statistics", "kv_events", "control_client"),

@@ -98,7 +98,7 @@ class PromptTooLongError(InvalidRequestError):
         super().__init__(
             f"this model's maximum context length is {limit} tokens, but the prompt has "
             f"{num_prompt_tokens}{wanted}; shorten the prompt{advice}",
-            "input_tokens" if max_tokens is None else "max_tokens",
+            "prompt" if max_tokens is None else "max_tokens",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -300,3 +301,23 @@ def test_addresses_are_read_in_the_forms_people_write(url: str, shown: str) -> N
 def test_what_is_no_address_is_refused(url: str) -> None:
     with pytest.raises(ConfigError, match="is not an address"):
         Address.parse(url)
+
+
+@pytest.mark.parametrize(
+    ("url", "right"),
+    [
+        ("http://h:1/v1/chat/completions", "http://h:1"),
+        ("http://h:1/v1/models/", "http://h:1"),
+        ("h:1/health", "http://h:1"),
+        ("https://h/api/v1/completions", "https://h/api"),
+        ("https://h/api/metrics", "https://h/api"),
+        ("http://h:1/v1?key=1", "http://h:1"),
+    ],
+)
+def test_the_url_of_a_path_is_refused_with_the_form_that_is_wanted(url: str, right: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(f"write it like {right}, with or without /v1")):
+        Address.parse(url)
+
+
+def test_a_server_below_a_path_has_an_address_too() -> None:
+    assert str(Address.parse("https://h/api/v1/")) == "https://h:443/api"

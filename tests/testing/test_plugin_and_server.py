@@ -119,7 +119,7 @@ def test_the_program_of_the_readme_works_as_printed(
 
     exec(compile(program, "README.md", "exec"), names)
 
-    assert capsys.readouterr().out == "It scatters."
+    assert capsys.readouterr().out == "It scatters.\n"
 
 
 def test_the_examples_for_testing_pass_without_trio_mode(tmp_path: Path) -> None:

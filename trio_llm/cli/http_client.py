@@ -20,6 +20,8 @@ from trio_llm.version import __version__
 
 __all__ = ["Address", "Response", "ServerError", "ServerUnreachableError", "open_request"]
 
+_PATHS = ("/health", "/readyz", "/livez", "/startupz", "/version", "/metrics", "/openapi.json", "/pooling", "/score")
+"""What a pasted URL may end with that is a path of the server and not the prefix of all its paths."""
 _CHUNK_BYTES = 65536
 _MAX_BODY_BYTES = 16 * 1024 * 1024
 """The largest answer that is read whole."""
@@ -59,6 +61,12 @@ class Address:
             raise ConfigError(f"URL {url!r} is not an address; write it like http://127.0.0.1:8000")
         tls = parts.scheme == "https"
         root = parts.path.rstrip("/").removesuffix("/v1")
+        if "/v1/" in f"{root}/" or root.endswith(_PATHS) or parts.query or parts.fragment:
+            before = root.partition("/v1/")[0].removesuffix(next(filter(root.endswith, _PATHS), ""))
+            right = f"{parts.scheme}://{parts.netloc}{before}"
+            raise ConfigError(
+                f"URL {url!r} is more than the address of a server; write it like {right}, with or without /v1"
+            )
         return cls(host=host, port=port if port is not None else 443 if tls else 80, tls=tls, root=root)
 
     @property

@@ -10,13 +10,14 @@ import pytest
 import trio
 
 from tests.support.fake_client import End, FakeClient, Of
-from tests.support.http_server import CHAT, COMPLETION, Connection, open_server
+from tests.support.http_server import CHAT, COMPLETION, Connection, ask, open_server
 from trio_llm.frontend.http.openai.body import parse_body
 from trio_llm.frontend.http.openai.chat import ChatRequest
 from trio_llm.frontend.http.openai.completions import CompletionRequest
 from trio_llm.frontend.http.openapi import openapi_document
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS
+from trio_llm.quoting import quote
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -26,6 +27,7 @@ from trio_llm.sampling import (
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
 )
+from trio_llm.testing import open_fake_llm
 
 
 class Raw(str):
@@ -303,3 +305,63 @@ def test_every_field_of_integers_takes_whole_numbers() -> None:
             if {"type": "integer"} in schema.get("anyOf", ()):
                 body: dict[str, Any] = {"messages": [], "prompt": "x", name: 1.0, "logprobs": None}
                 assert getattr(parse_body(model, body), name) in (1, None), name
+
+
+@pytest.mark.parametrize("value", ["6", True, 1.5, []])
+@pytest.mark.parametrize(
+    ("path", "field", "range_"),
+    [
+        ("/v1/chat/completions", "max_tokens", "an integer from 1 to 9223372036854775807"),
+        ("/v1/chat/completions", "top_logprobs", "an integer from 0 to 20"),
+        ("/v1/completions", "n", "an integer from 1 to 128"),
+        ("/v1/completions", "seed", "an integer from -9223372036854775808 to 9223372036854775807"),
+        ("/v1/completions", "top_p", "a number above 0 and up to 1"),
+        ("/v1/completions", "temperature", "a number from 0 to 2"),
+        ("/v1/embeddings", "timeout", "a number above 0 and up to 86400"),
+    ],
+)
+async def test_a_value_of_the_wrong_kind_is_refused_with_the_range(
+    path: str, field: str, range_: str, value: Any
+) -> None:
+    if value == 1.5 and "a number" in range_:
+        value = {}
+    reply = await ask(FakeClient(), path, **{field: value})
+
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert reply.error["message"] == f"{field} must be {range_}, not {quote(value)}"
+
+
+@pytest.mark.parametrize("min_tokens", [1, 5])
+async def test_a_prompt_alone_has_no_tokens_to_be_at_least(min_tokens: int) -> None:
+    reply = await ask(FakeClient(), "/v1/completions", echo=True, max_tokens=0, min_tokens=min_tokens)
+
+    assert (reply.status, reply.error["param"]) == (400, "min_tokens")
+    assert reply.error["message"] == f"min_tokens ({min_tokens}) must not be above max_tokens (0)"
+
+
+FIELDS_OF_PROMPTS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/embeddings": "input",
+    "/pooling": "input",
+    "/score": "text_1",
+}
+
+
+@pytest.mark.parametrize("num_chars", [100, 1_000_000])
+@pytest.mark.parametrize(("path", "field"), FIELDS_OF_PROMPTS.items())
+async def test_a_prompt_that_is_too_long_is_named_by_its_field(path: str, field: str, num_chars: int) -> None:
+    text = "abcd" * (num_chars // 4)
+    given: Any = [{"role": "user", "content": text}] if field == "messages" else text
+    async with open_fake_llm(max_model_len=32) as llm:
+        reply = await ask(llm, path, **{field: given})
+
+    assert (reply.status, reply.error["param"]) == (400, field)
+    assert "the prompt has" in reply.error["message"]
+
+
+@pytest.mark.parametrize(("path", "field"), [("/v1/completions", "prompt"), ("/v1/embeddings", "input")])
+async def test_so_is_a_list_of_too_many_ids(path: str, field: str) -> None:
+    reply = await ask(FakeClient(), path, **{field: [1] * 5000})
+
+    assert (reply.status, reply.error["param"]) == (400, field)

@@ -71,6 +71,42 @@ async def test_a_web_page_in_a_browser_can_control_nothing(method: str, path: st
         assert await works(server)
 
 
+@pytest.mark.parametrize("site", ["cross-site", "same-site", "same-origin"])
+@pytest.mark.parametrize(("method", "path"), CONTROL)
+async def test_neither_can_a_page_whose_browser_sends_no_origin(method: str, path: str, site: str) -> None:
+    async with open_dev_server() as (llm, server):
+        reply = await server.call(method, path, headers={"Sec-Fetch-Site": site})
+
+        assert (reply.status, reply.error["type"]) == (403, "permission_error")
+        assert "Sec-Fetch-Site" in reply.error["message"]
+        assert not await llm.is_sleeping()
+        assert not await llm.is_paused()
+
+
+async def test_the_operators_own_browser_may_ask() -> None:
+    async with open_dev_server() as (_, server):
+        assert (await server.call("GET", "/is_paused", headers={"Sec-Fetch-Site": "none"})).status == 200
+
+
+@pytest.mark.parametrize(
+    ("query", "param"),
+    [
+        ("/sleep?level=1&level=2", "level"),
+        ("/sleep?level=1&level=1", "level"),
+        ("/pause?mode=keep&mode=abort", "mode"),
+        ("/pause?mode=keep&clear_cache=true&clear_cache=false", "clear_cache"),
+    ],
+)
+async def test_a_parameter_that_is_given_twice_is_a_400_that_names_it(query: str, param: str) -> None:
+    async with open_dev_server() as (llm, server):
+        reply = await server.call("POST", query)
+
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert f"{param} is 2 times" in reply.error["message"]
+        assert not await llm.is_sleeping()
+        assert not await llm.is_paused()
+
+
 def test_dev_mode_is_for_loopback_alone() -> None:
     with pytest.raises(ConfigError, match="--dev-mode"):
         ServerConfig(host="0.0.0.0", allow_unauthenticated=True, dev_mode=True)

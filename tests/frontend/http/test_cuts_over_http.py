@@ -125,7 +125,7 @@ class CuttingCore(ScriptedCore):
                 None if params.logprobs is None else [_logprobs(one, params.logprobs) for one in token_ids],
                 _finish_reason(script[-1]) if stop == len(script) else None,
                 STOP_TOKEN if stop == len(script) and script[-1] == STOP_TOKEN else None,
-                num_cached_tokens=0 if start else NUM_CACHED,
+                num_cached_tokens=0 if start else min(NUM_CACHED, len(request.prompt_token_ids)),
             )
 
     def _groups(self, count: int) -> Iterator[tuple[int, int]]:

@@ -96,6 +96,67 @@ async def test_a_running_stream_is_finished_while_new_work_is_refused() -> None:
     assert b'"finish_reason":"stop"' in body
 
 
+UNFINISHED = {
+    "head": b"content-length: 100\r\n\r\n",
+    "part": b"content-length: 100\r\ncontent-type: application/json\r\n\r\n{",
+    "chunk": b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n",
+    "waits for 100": b"content-length: 100\r\nexpect: 100-continue\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("sent", UNFINISHED)
+async def test_a_client_amid_its_body_gets_503_when_the_server_stops(
+    sent: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    go_on = trio.Event()
+    client = FakeClient("a", go_on, End("b"))
+    async with (
+        open_server(client, drain_timeout_s=BOUND_S) as server,
+        server.connect() as busy,
+        server.connect() as slow,
+    ):
+        await busy.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await busy.next_event()).status_code == 200
+        await slow.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n" + UNFINISHED[sent])
+        await trio.testing.wait_all_tasks_blocked()
+        server.stop.set()
+
+        seen = b""
+        with trio.fail_after(BOUND_S):
+            while part := await slow.stream.receive_some():
+                seen += part
+        assert client.running, "it had to wait for the end of the drain"
+        go_on.set()
+        assert (await rest_of(busy)).endswith(b"data: [DONE]\n\n")
+        with trio.fail_after(BOUND_S):  # `slow` is still open: the client has not closed its side
+            await server.stopped.wait()
+
+    head = seen.removeprefix(b"HTTP/1.1 100 \r\n\r\n").lower()
+    assert head.startswith(b"http/1.1 503 ")
+    assert b"retry-after: " in head
+    assert b"connection: close" in head
+    assert "by force" not in caplog.text
+
+
+async def test_a_body_that_begins_in_a_drain_and_does_not_end_is_a_503_too() -> None:
+    go_on = trio.Event()
+    client = FakeClient("a", go_on, End("b"))
+    async with open_server(client, drain_timeout_s=BOUND_S) as server, server.connect() as busy:
+        await busy.request("POST", CHAT_PATH, {**CHAT, "stream": True})
+        assert (await busy.next_event()).status_code == 200
+        server.stop.set()
+        with trio.fail_after(BOUND_S):
+            while client.state.state != "draining":
+                await trio.testing.wait_all_tasks_blocked()
+        async with server.connect() as slow:
+            await slow.send(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\n{")
+            with trio.fail_after(BOUND_S):
+                seen = await slow.stream.receive_some()
+        go_on.set()
+
+    assert seen.startswith(b"HTTP/1.1 503 ")
+
+
 async def test_idle_connections_are_closed_as_soon_as_the_drain_begins() -> None:
     go_on = trio.Event()
     client = FakeClient("a", go_on, End("b"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
 
@@ -490,3 +491,14 @@ async def test_prompts_that_cannot_be_iterated_come_as_the_error_of_the_iteratio
     async with open_fake_llm() as llm, llm.map(5) as results:  # type: ignore[arg-type]
         with pytest.raises(TypeError):
             await anext(results)
+
+
+async def test_a_field_of_sampling_params_as_a_keyword_of_a_block_is_an_error_that_shows_the_way() -> None:
+    async with open_fake_llm() as llm:
+        untyped: Any = llm
+        with pytest.raises(TypeError, match=re.escape("generate(prompt, SamplingParams(max_tokens=3))")):
+            untyped.generate("Hello", max_tokens=3)
+        with pytest.raises(TypeError, match=re.escape("stream_chat(messages, SamplingParams(stop='.'))")):
+            untyped.stream_chat([USER], stop=".")
+        with pytest.raises(TypeError, match=r"unexpected keyword argument 'max_new_tokens'$"):
+            untyped.generate("Hello", max_new_tokens=3)

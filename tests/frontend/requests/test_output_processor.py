@@ -53,7 +53,8 @@ class Case:
     def row(self, token_ids: list[int], **fields: Any) -> ProcessedRow | None:
         logprobs = None
         if self.state.request.params.logprobs is not None:
-            logprobs = [LogprobRow([t, 1], [-0.5, -1.0], 1) for t in token_ids]
+            count = 1 + min(1, self.state.request.params.logprobs)
+            logprobs = [LogprobRow([t, 1][:count], [-0.5, -1.0][:count], 1) for t in token_ids]
         start = fields.pop("start", self.num_fed)
         row = EngineCoreOutput("x-1", start, token_ids, logprobs, **fields)
         self.num_fed += len(token_ids)
@@ -287,6 +288,62 @@ MISFITS: dict[str, tuple[dict[str, Any], EngineCoreOutput, str]] = {
         EngineCoreOutput("x-1", 0, [97]),
         "1 tokens to a request for a vector",
     ),
+    "log-probabilities of another token than the one that is sampled": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], [LogprobRow([98, 97], [-0.5, -1.0], 1)]),
+        "of token 98 for token 97",
+    ),
+    "those of the second token": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97, 98], [LogprobRow([97], [-0.5], 1), LogprobRow([97], [-0.5], 1)]),
+        "of token 97 for token 98",
+    ),
+    "a log-probability that is no number": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], [LogprobRow([97, 98], [-0.5, float("nan")], 1)]),
+        "nan as a log-probability",
+    ),
+    "a positive log-probability": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], [LogprobRow([97, 98], [0.5, -1.0], 1)]),
+        "0.5 as a log-probability",
+    ),
+    "a rank of 0": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], [LogprobRow([97], [-0.5], 0)]),
+        "the rank 0",
+    ),
+    "more alternatives than asked for": (
+        {"logprobs": 1},
+        EngineCoreOutput("x-1", 0, [97], [LogprobRow([97, 98, 99], [-0.5, -1.0, -2.0], 1)]),
+        "2 alternatives to token 97, and 1 were asked for",
+    ),
+    "log-probabilities of another token than the prompt's": (
+        {"prompt_logprobs": 0},
+        EngineCoreOutput("x-1", 0, [], prompt_logprobs=[LogprobRow([106], [-0.5], 1)], prompt_logprobs_start=1),
+        "of token 106 for token 105",
+    ),
+    "no number for the prompt": (
+        {"prompt_logprobs": 0},
+        EngineCoreOutput("x-1", 0, [], prompt_logprobs=[LogprobRow([106], [float("nan")], 1)], prompt_logprobs_start=2),
+        "nan as a log-probability",
+    ),
+    "fewer cached tokens than none": (
+        {},
+        EngineCoreOutput("x-1", 0, [97], num_cached_tokens=-1),
+        "-1 cached tokens of a prompt of 3",
+    ),
+    "more cached tokens than the prompt has": (
+        {},
+        EngineCoreOutput("x-1", 0, [97], num_cached_tokens=4),
+        "4 cached tokens of a prompt of 3",
+    ),
+    "a vector for a text": ({}, EngineCoreOutput("x-1", 0, [97], pooled=b"1234"), "a vector to a request for text"),
+    "more tokens than max_tokens": (
+        {},
+        EngineCoreOutput("x-1", 0, [97] * 10, finish_reason="length"),
+        "10 tokens and max_tokens is 9",
+    ),
     "a vector that is cut": (
         {"pooling": True},
         EngineCoreOutput("x-1", 0, [], finish_reason="stop", pooled=b"123"),
@@ -313,6 +370,33 @@ def test_a_row_whose_parts_do_not_fit_is_its_requests_error(misfit: str) -> None
     is_over = row.finish_reason is not None and not row.goes_on
     assert (processed.is_gone, processed.must_abort) == (is_over, not is_over)
     assert state.status is (RequestStatus.GONE if is_over else RequestStatus.ABORTING)
+
+
+def test_what_is_just_true_is_no_error() -> None:
+    params = SamplingParams(max_tokens=2, seed=1, logprobs=1)
+    processor = OutputProcessor(TABLE)
+    state = processor.make_state(EngineCoreRequest("x-1", [104, 105, 106], params), "x")
+    state.mark_sent()
+    rows = [LogprobRow([97, 98], [0.0, float("-inf")], 1), LogprobRow([98], [-1e9], 258)]
+
+    processed = processor.process(state, EngineCoreOutput("x-1", 0, [97, 98], rows, "length", num_cached_tokens=3))
+
+    assert processed is not None
+    assert (processed.error, processed.num_new_tokens) == (None, 2)
+
+
+def test_the_end_of_a_plain_answer_shows_that_there_were_more_tokens_than_max_tokens() -> None:
+    processor = OutputProcessor(TABLE)
+    state = processor.make_state(EngineCoreRequest("x-1", [104], SamplingParams(max_tokens=3, seed=1)), "x")
+    state.mark_sent()
+    processor.process(state, EngineCoreOutput("x-1", 0, [97]))
+    for start in (1, 2):
+        assert processor.process_delta(state, EngineCoreOutput("x-1", start, [97])) is not None
+
+    processed = processor.process(state, EngineCoreOutput("x-1", 3, [97], finish_reason="length"))
+
+    assert processed is not None
+    assert "4 tokens and max_tokens is 3" in str(processed.error)
 
 
 @pytest.mark.parametrize("fields", [{}, {"finish_reason": "length", "goes_on": True}], ids=["tokens", "another end"])

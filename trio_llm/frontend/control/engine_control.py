@@ -33,6 +33,9 @@ MakeCall = Callable[[str, tuple[PlainValue, ...]], Awaitable[list[Answer]]]
 
 _CHANGES_STATE: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights"})
 """Methods that answer with the state that they leave."""
+_MAY_BE_SILENT: Final = frozenset({"sleep", "wake_up", "update_weights", "start_profile", "stop_profile"})
+"""Methods that may move or read weights, or write a trace: the engine may be silent for as long as a start takes. All
+others are answered at once, or while steps go on, so that an engine which hangs in one of them is found as ever."""
 _DESCRIBE: Final = "control_state"
 """The method that only answers with it."""
 _MAX_DEATHS: Final = 2
@@ -145,7 +148,8 @@ class EngineControl:
         results: dict[int, Answer | TrioLLMError] = {}
 
         async def call(engine: Engine) -> None:
-            engine.num_control_calls += 1
+            num_silent = int(method in _MAY_BE_SILENT)
+            engine.num_control_calls += num_silent
             try:
                 answer = results[engine.index] = await engine.utilities.call(method, *args, max_deaths=max_deaths)
                 if method in _CHANGES_STATE or method == _DESCRIBE:
@@ -153,7 +157,7 @@ class EngineControl:
             except TrioLLMError as error:
                 results[engine.index] = error
             finally:
-                engine.num_control_calls -= 1
+                engine.num_control_calls -= num_silent
 
         first, *others = engines
         if others:

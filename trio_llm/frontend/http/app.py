@@ -79,6 +79,10 @@ class App:
         """End every generation: its client gets a proper last event with the reason `abort`. Returns their number."""
         return self._running.end_all(self._client)
 
+    def stop_reading(self) -> None:
+        """The server stops: requests whose bodies are not whole get 503. Synchronous."""
+        self._shell.stop_reading()
+
     async def wait_idle(self) -> None:
         """Wait until no request is being answered. Cancellation: safe."""
         await self._shell.wait_idle()

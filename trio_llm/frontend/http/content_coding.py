@@ -13,10 +13,14 @@ from typing import Final
 from trio_llm.errors import BodyTooLargeError, InvalidRequestError
 from trio_llm.quoting import quote
 
-__all__ = ["ContentCodingError", "decode_content", "find_coding"]
+__all__ = ["MAX_MEMBERS", "ContentCodingError", "decode_content", "find_coding"]
+
+MAX_MEMBERS: Final = 1024
+"""Of a gzip body. Each costs a decoder, however little is in it."""
 
 _NAMES: Final = {"gzip": "gzip", "x-gzip": "gzip", "deflate": "deflate"}
 _GZIP_BITS: Final = 16 + zlib.MAX_WBITS
+_PIECE_BYTES: Final = 64 * 1024
 
 
 class ContentCodingError(InvalidRequestError):
@@ -46,27 +50,52 @@ def find_coding(headers: Sequence[str]) -> str | None:
 
 
 def decode_content(body: bytes, coding: str, *, limit: int) -> bytes:
-    """The body without its coding.
+    """The body without its coding. With gzip it may have several members, one behind the other (RFC 1952, 2.2).
 
     Args:
-        limit: bytes of the result; as many are held in memory at most.
+        limit: bytes of the result, of all members together; twice as many are held in memory at most.
 
     Raises:
         BodyTooLargeError: there are more.
-        InvalidRequestError: the body is not whole, or not in this coding.
+        InvalidRequestError: the body is not whole, or not in this coding; or it has too many members.
     """
-    decoder = zlib.decompressobj(_GZIP_BITS if coding == "gzip" else _deflate_bits(body))
+    bits = _GZIP_BITS if coding == "gzip" else _deflate_bits(body)
+    decoded = bytearray()
+    start = num_members = 0
+    while start < len(body) or not num_members:
+        if num_members == MAX_MEMBERS:
+            raise InvalidRequestError(f"the body has more than {MAX_MEMBERS} gzip members, the limit of this server")
+        if num_members and coding != "gzip":
+            raise InvalidRequestError(f"the body is not valid {coding}: something follows its end")
+        start, problem = _decode_member(memoryview(body), start, bits, decoded, limit)
+        if problem is not None:
+            raise InvalidRequestError(f"the body is not valid {coding}: {problem}")
+        if len(decoded) > limit:
+            raise BodyTooLargeError(limit)
+        num_members += 1
+    return bytes(decoded)
+
+
+def _decode_member(body: memoryview, start: int, bits: int, decoded: bytearray, limit: int) -> tuple[int, str | None]:
+    """Add to `decoded` what the member at `start` has, up to one byte more than the limit.
+
+    In pieces, since zlib copies what is behind a member: the time would grow with the number of members times the size.
+
+    Returns:
+        Where the next member begins, and what is wrong with this one. zlib's own error is not raised on: it would be
+        the context of the one that is, and holds the body.
+    """
+    decoder = zlib.decompressobj(bits)
     try:
-        decoded = decoder.decompress(body, limit + 1)
+        while not decoder.eof and start < len(body) and len(decoded) <= limit:
+            piece = body[start : start + _PIECE_BYTES]
+            decoded += decoder.decompress(piece, limit + 1 - len(decoded))
+            start += len(piece)
     except zlib.error as error:
-        raise InvalidRequestError(f"the body is not valid {coding}: {error}") from None
-    if len(decoded) > limit:
-        raise BodyTooLargeError(limit)
-    if not decoder.eof:
-        raise InvalidRequestError(f"the body is not valid {coding}: it ends too early")
-    if decoder.unused_data:
-        raise InvalidRequestError(f"the body is not valid {coding}: something follows its end")
-    return decoded
+        return start, str(error)
+    if not decoder.eof and len(decoded) <= limit:
+        return start, "it ends too early"
+    return start - len(decoder.unused_data), None
 
 
 def _deflate_bits(body: bytes) -> int:

@@ -38,6 +38,8 @@ __all__ = [
 MAX_ARGS: Final = 64
 """Arguments of a remote call."""
 
+_LISTS: Final = ("tags",)
+"""Parameters that may come several times."""
 _SWITCHES: Final = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -168,6 +170,9 @@ def _query(http: Request, *names: str) -> QueryParams:
         raise InvalidRequestError(
             f"there is no {unknown[0][:100]!r} in the query here; there are {known}", unknown[0][:100]
         )
+    for name in names:
+        if name not in _LISTS and len(values := http.query_params.getlist(name)) > 1:
+            raise InvalidRequestError(f"{name} is {len(values)} times in the query; give it once", name)
     return http.query_params
 
 

@@ -13,8 +13,9 @@ from typing import Any
 import trio
 from starlette.responses import Response
 
-from trio_llm.errors import EngineUnavailableError
+from trio_llm.errors import EngineUnavailableError, InvalidRequestError
 from trio_llm.frontend.http.answers.assembly import Choice, Event, Usage, whole_choices
+from trio_llm.frontend.http.answers.client_names import in_client_names
 from trio_llm.frontend.http.answers.generation import Generation
 from trio_llm.frontend.http.event_stream import EventRenderer, EventStreamResponse
 from trio_llm.frontend.http.openai.chat import ChatRequest, chat_params, param_names
@@ -44,14 +45,17 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
     request, client = call.body, api.client
     params = chat_params(request, client.model_config.sampling_defaults)
     with call.timeout.within():
-        text = await client.renderer.render_chat(
-            request.messages,
-            add_generation_prompt=request.adds_generation_prompt,
-            continue_final_message=bool(request.continue_final_message),
-            template_kwargs=request.chat_template_kwargs,
-        )
-        room = params.max_tokens or 1
-        token_ids = await client.renderer.render_prompt(text, request.tokenization.for_chat(), room=room)
+        try:
+            text = await client.renderer.render_chat(
+                request.messages,
+                add_generation_prompt=request.adds_generation_prompt,
+                continue_final_message=bool(request.continue_final_message),
+                template_kwargs=request.chat_template_kwargs,
+            )
+            room = params.max_tokens or 1
+            token_ids = await client.renderer.render_prompt(text, request.tokenization.for_chat(), room=room)
+        except InvalidRequestError as error:
+            raise in_client_names(error, {}, prompt="messages") from None
     generation = Generation(
         client=client,
         running=api.running,
@@ -66,6 +70,7 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         timeout=call.timeout,
         contents=chat_contents(request, text, token_ids),
         param_names=param_names(request),
+        prompt_field="messages",
     )
     head, name_token = call.head("chatcmpl"), _name_token(request)
     if not request.stream:

@@ -92,7 +92,10 @@ async def _outputs(
         InvalidRequestError, NotSupportedError, EngineError: as `EngineClient.encode`, alone or in a group.
     """
     with call.timeout.within():
-        token_ids = await api.client.renderer.render_prompts(prompts, call.body.tokenization)
+        try:
+            token_ids = await api.client.renderer.render_prompts(prompts, call.body.tokenization)
+        except InvalidRequestError as error:
+            raise in_client_names(error, {}, prompt=field) from None
         if len(prompts) > 1:
             check_batch(api.client.config, token_ids, field=field)
         ids = [call.request_id] if len(prompts) == 1 else [f"{call.request_id}-{i}" for i in range(len(prompts))]
@@ -117,7 +120,7 @@ async def _encode(
             trace_headers=call.trace_headers,
         )
     except InvalidRequestError as error:
-        raise in_client_names(error, {"prompt": field}) from None
+        raise in_client_names(error, {}, prompt=field) from None
     finally:
         api.running.discard(request_id)
 

@@ -99,7 +99,11 @@ async def _ask_model(api: ApiContext, route: ModelRoute[Any], http: Request) -> 
 async def _control(api: ApiContext, route: ControlRoute, http: Request) -> Response:
     """Refuse what a browser sends for a web page: otherwise any page that the operator opens could reach loopback."""
     if "origin" in http.headers:
-        raise WebPageError
+        raise WebPageError("Origin")
+    # Browsers send no Origin with some requests, such as a form without referrer; this they always do. `none` is the
+    # operator's own doing, and no page of ours could be `same-origin`.
+    if http.headers.get("sec-fetch-site", "none").strip().lower() != "none":
+        raise WebPageError("Sec-Fetch-Site")
     return await route.handler(api, http)
 
 

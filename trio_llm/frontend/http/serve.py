@@ -40,7 +40,8 @@ async def serve(
 ) -> None:
     """Serve `client` over HTTP until `stop` is set, then drain and return; without `stop`, for ever.
 
-    Draining: `/health` is 503, new work is refused and idle connections are closed, all at once. Running requests get
+    Draining: `/health` is 503, new work is refused, also work whose body is not whole, and idle connections are closed,
+    all at once. Running requests get
     `drain_timeout_s`; then they end with a proper last event, whose finish reason is `abort`. The death of the engine
     stops the server too, five seconds later, unless `client.should_keep_api_server_alive`.
 
@@ -67,6 +68,7 @@ async def serve(
                 await app.preload()
                 await stop.wait()
                 client.drain()
+                app.stop_reading()
                 await connections.close_idle()
                 await _finish_requests(client, app, config.drain_timeout_s)
                 accepting.cancel(reason="the server has stopped")
@@ -74,12 +76,19 @@ async def serve(
                 with trio.move_on_after(CLOSING_S) as closing:
                     await connections.wait_none_open()
                 if closing.cancelled_caught:
-                    _logger.warning("some clients do not read their answers; their connections are closed by force")
+                    _warn_of_unfinished(connections)
             finally:
                 nursery.cancel_scope.cancel(reason="the server has stopped")
                 connections.close_by_force()
         if client.dead_error is not None and not client.should_keep_api_server_alive:
             raise client.dead_error
+
+
+def _warn_of_unfinished(connections: Connections) -> None:
+    if num_unread := connections.num_unread:
+        _logger.warning("%d clients do not read their answers; their connections are closed by force", num_unread)
+    if num_unanswered := connections.num_unanswered:
+        _logger.warning("%d requests have no answer yet; their connections are closed by force", num_unanswered)
 
 
 async def _accept(

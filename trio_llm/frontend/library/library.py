@@ -11,11 +11,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Never
 
 import msgspec
 
 from trio_llm.frontend.engine_client import EngineClient
+from trio_llm.frontend.keyword_errors import make_keyword_error
 from trio_llm.frontend.library.bulk import MapResults, Prompts, open_map
 from trio_llm.frontend.requests.input_processor import check_task, make_external_id
 from trio_llm.frontend.requests.pooling import cosine
@@ -157,6 +158,7 @@ class LibraryCalls(EngineClient):
         data_parallel_rank: int | None = None,
         session_id: str | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        **unknown: Never,
     ) -> ChatStream:
         """The answer to a conversation, as it comes. Used as `generate()` is.
 
@@ -167,6 +169,8 @@ class LibraryCalls(EngineClient):
             request_id, priority, cache_salt, data_parallel_rank, session_id, trace_headers: as
                 `EngineClient.generate`.
         """
+        if unknown:
+            raise make_keyword_error("stream_chat", "messages", unknown)
         request_id = make_external_id(request_id)
 
         async def render() -> RequestStream:

@@ -38,7 +38,7 @@ class TextTooLongError(PromptTooLongError):
             self,
             f"this model's maximum context length is {limit} tokens, but the prompt has {num_chars} characters, "
             f"which are {min_tokens} tokens or more; shorten the prompt",
-            "input_text",
+            "prompt",
         )
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterable, Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Never, Protocol
 
 import trio
 
 from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.keyword_errors import make_keyword_error
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.requests.balancing import ANYWHERE, Routing
 from trio_llm.frontend.requests.in_flight import InFlightRequest
@@ -255,7 +256,10 @@ class RequestCalls:
         tokenization: TokenizationParams | None = None,
         arrival_time: float | None = None,
         trace_headers: Mapping[str, str] | None = None,
+        **unknown: Never,
     ) -> GenerateStream:
+        if unknown:
+            raise make_keyword_error("generate", "prompt", unknown)
         spec = RequestSpec(
             external_id=make_external_id(request_id),
             params=params if params is not None else SamplingParams(),

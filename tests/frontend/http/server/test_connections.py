@@ -548,3 +548,58 @@ async def test_a_socket_that_does_not_listen_ends_the_server_with_its_error() ->
         listener = fake_listener(OSError(errno.EINVAL, "not listening"))
         with pytest.raises(OSError, match="not listening"):
             await Connections(app, ServerConfig()).accept(listener, nursery)
+
+
+RAW = b"\x01zz\xff"
+ODD_LINES = {
+    "request line": (RAW + b" HTTP/1.1\r\nhost: x\r\n\r\n", 400, "the request line is malformed"),
+    "target": (b"GET /" + RAW + b" HTTP/1.1\r\nhost: x\r\n\r\n", 400, "the request line is malformed"),
+    "header line": (b"GET / HTTP/1.1\r\nhost: x\r\n" + RAW + b"\r\n\r\n", 400, "a header line is malformed"),
+    "header value": (b"GET / HTTP/1.1\r\nhost: x\r\na: \x00\r\n\r\n", 400, "a header line is malformed"),
+    "folded first line": (b"GET / HTTP/1.1\r\n host: x\r\n\r\n", 400, "begins with a space"),
+    "no host": (b"GET / HTTP/1.1\r\n\r\n", 400, "the header Host is missing"),
+    "hosts": (b"GET / HTTP/1.1\r\nhost: x\r\nhost: y\r\n\r\n", 400, "several Host headers"),
+    "length": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: " + RAW[1:3] + b"\r\n\r\n",
+        400,
+        "Content-Length is not",
+    ),
+    "lengths": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n",
+        400,
+        "contradict each other",
+    ),
+    "transfer coding": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: zz\r\n\r\n",
+        501,
+        "the transfer coding is not supported",
+    ),
+    "chunk header": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
+        400,
+        "must begin with its size",
+    ),
+    "chunk footer": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\n{zz\r\n",
+        400,
+        "does not end where its size says",
+    ),
+    "long head": (b"GET /" + b"z" * 70_000, 431, "over the limit of 16384 bytes"),
+    "long chunk header": (
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1;" + b"z" * 70_000,
+        400,
+        "between two chunks of the body is over the limit of 16384 bytes",
+    ),
+}
+
+
+@pytest.mark.parametrize("line", ODD_LINES)
+async def test_what_is_not_http_gets_an_error_in_words_and_not_in_the_form_of_python(line: str) -> None:
+    sent, status, text = ODD_LINES[line]
+    async with open_server(FakeClient()) as server, server.connect() as connection:
+        await connection.send(sent)
+        reply = await connection.reply()
+
+    assert reply.status == status
+    assert text in reply.error["message"]
+    assert not any(form in reply.error["message"] for form in ("bytearray", "b'", "zz", "\\x"))

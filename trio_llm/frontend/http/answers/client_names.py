@@ -17,12 +17,17 @@ _QUOTED: Final = re.compile(r"""('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")""")
 """What a client sent, as messages show it: its words stay as they are."""
 
 
-def in_client_names(error: InvalidRequestError, names: Mapping[str, str]) -> InvalidRequestError:
+def in_client_names(
+    error: InvalidRequestError, names: Mapping[str, str], *, prompt: str = "prompt"
+) -> InvalidRequestError:
     """`error` with the client's names of fields in its text and in `param`.
 
     Args:
         names: field of ours -> what the client calls it. Only those that differ.
+        prompt: the client's field that the prompt comes from, for `param`. The text says "the prompt" all the same.
     """
+    if error.param == "prompt" and prompt != "prompt":
+        error = InvalidRequestError(str(error), prompt)
     if not names:
         return error
     parts = _QUOTED.split(str(error))

@@ -103,6 +103,8 @@ class Generation:
     contents: AnswerContents = TEXT_ONLY
     param_names: Mapping[str, str] = field(default_factory=dict)
     """Fields of `params` -> the client's names for them, where they differ."""
+    prompt_field: str = "prompt"
+    """The client's field that the prompts come from."""
 
     def assembler(self) -> Assembler:
         """A fresh assembler for the outputs of this generation."""
@@ -170,7 +172,7 @@ class Generation:
                     with self.timeout.within():  # its deadline also goes to the engine
                         await stack.enter_async_context(stream)
                 except InvalidRequestError as error:
-                    raise in_client_names(error, self.param_names) from None
+                    raise in_client_names(error, self.param_names, prompt=self.prompt_field) from None
                 yield _Indexed(index, stream, stack)
         finally:
             self.running.discard(request_id)

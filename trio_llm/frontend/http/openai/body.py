@@ -165,9 +165,16 @@ def parse_body(model: type[Body], body: Mapping[str, Any]) -> Body:
             one; `param` names it.
     """
     _check_supported(body, model.not_supported)
-    try:
-        request = model.model_validate(body)
-    except ValidationError as error:
-        raise invalid_fields_error(error, model.model_fields) from None
+    request = _validate(model, body)
+    if isinstance(request, InvalidRequestError):
+        raise request
     request.check_together()
     return request
+
+
+def _validate(model: type[Body], body: Mapping[str, Any]) -> Body | InvalidRequestError:
+    """The request, or the error to raise where pydantic's own, which holds the body, is gone."""
+    try:
+        return model.model_validate(body)
+    except ValidationError as error:
+        return invalid_fields_error(error, model.model_fields)

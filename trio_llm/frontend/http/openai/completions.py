@@ -42,6 +42,7 @@ class CompletionRequest(CommonFields):
     rules: ClassVar[tuple[Schema, ...]] = (
         *CommonFields.rules,
         implies("max_tokens", {"const": 0}, "echo", {"const": True}),
+        implies("max_tokens", {"const": 0}, "min_tokens", {"enum": [0, None]}, is_needed=False),
         {
             "if": {"properties": {"max_tokens": {"type": "null"}}},
             "then": {"properties": {"min_tokens": {"maximum": DEFAULT_MAX_TOKENS}}},
@@ -64,6 +65,10 @@ def completion_params(request: CompletionRequest, defaults: Mapping[str, float])
     if max_tokens is None:
         max_tokens = DEFAULT_MAX_TOKENS
     elif is_prompt_only(request):
+        if request.min_tokens is not None and request.min_tokens > 0:
+            raise InvalidRequestError(
+                f"min_tokens ({request.min_tokens}) must not be above max_tokens (0)", "min_tokens"
+            )
         max_tokens = 1  # the engine cannot do with less; it is not shown
     if request.echo and logprobs is not None and (prompt_logprobs is None or 0 <= prompt_logprobs < logprobs):
         prompt_logprobs = logprobs  # one pass over the prompt serves both fields

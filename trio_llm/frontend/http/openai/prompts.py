@@ -50,7 +50,9 @@ def _one_prompt(prompt: Any, name: str, max_model_len: int | None, room: int) ->
         raise InvalidRequestError(f"{name} must not be empty", name)
     if isinstance(prompt, list):
         if max_model_len is not None and len(prompt) > max_model_len - room:
-            raise PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
+            error = PromptTooLongError(limit=max_model_len, num_prompt_tokens=len(prompt), max_tokens=None)
+            error.param = name
+            raise error
         return _token_ids(prompt, name)
     return prompt
 

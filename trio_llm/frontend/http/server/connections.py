@@ -112,6 +112,16 @@ class Connections:
         while self._open:
             await self._none_open.wait()
 
+    @property
+    def num_unread(self) -> int:
+        """Connections whose clients have not read what was written: the kernel takes no more of it."""
+        return sum(connection.is_blocked for connection in self._open.values())
+
+    @property
+    def num_unanswered(self) -> int:
+        """Connections with a request whose answer is not written yet, for no fault of the client."""
+        return sum(not connection.is_blocked and connection.is_busy for connection in self._open.values())
+
     def close_by_force(self) -> None:
         """Close every connection, whatever it is doing. Synchronous: it works while the caller is cancelled."""
         for stream in self._open:
@@ -195,6 +205,16 @@ class _Connection:
                 await self._protocol.handle(Closed())
         finally:
             del self._protocol  # it refers to this connection, and h11 to what it has read
+
+    @property
+    def is_blocked(self) -> bool:
+        """A write waits for the client to read."""
+        return self._writing.locked()
+
+    @property
+    def is_busy(self) -> bool:
+        """There is a request whose answer is not over."""
+        return self._read_until == math.inf
 
     def close_if_idle(self) -> None:
         """Close the connection, unless it has a request or one has just arrived."""

@@ -66,8 +66,8 @@ class WebPageError(InvalidRequestError):
     status = 403
     kind = "permission_error"
 
-    def __init__(self) -> None:
-        super().__init__("this path takes no requests from web pages (the request has an Origin header)")
+    def __init__(self, header: str) -> None:
+        super().__init__(f"this path takes no requests from web pages (the request has the header {header})")
 
 
 class HttpVersionError(InvalidRequestError):

@@ -36,14 +36,15 @@ from hypercorn.trio.worker_context import WorkerContext
 from hypercorn.typing import ConnectionState
 
 from trio_llm.errors import InvalidRequestError
+from trio_llm.frontend.http.server.body_reader import content_length
 from trio_llm.frontend.http.server.errors import (
     HttpVersionError,
     MalformedRequestError,
     RequestHeadTooLargeError,
-    TransferCodingError,
     reply_for,
 )
-from trio_llm.frontend.http.server.shell import client_request_id, content_length
+from trio_llm.frontend.http.server.malformed import malformed_error
+from trio_llm.frontend.http.server.shell import client_request_id
 
 __all__ = ["HYPERCORN_VERSION", "Http1Config", "Http1Protocol", "check_hypercorn"]
 
@@ -56,8 +57,6 @@ MAX_BYTES_BEHIND: Final = 1024 * 1024
 
 Many times what can arrive between the last byte of an answer and the next turn of the task that sent it: a client may
 be that quick with its next request."""
-
-_ERRORS: Final = {431: RequestHeadTooLargeError, 501: TransferCodingError}
 
 _HTTP_2_GOAWAY: Final = (
     b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"  # an empty SETTINGS frame, which has to come first
@@ -188,10 +187,11 @@ class Http1Protocol(H11Protocol):  # type: ignore[misc]  # hypercorn is not foll
 
     async def _handle_events(self) -> None:
         while True:
+            is_in_body = self.connection.their_state is h11.SEND_BODY
             try:
                 event = self.connection.next_event()
             except h11.RemoteProtocolError as error:
-                await self._refuse(_ERRORS.get(error.error_status_hint, MalformedRequestError)(str(error)))
+                await self._refuse(malformed_error(error, is_in_body=is_in_body, max_bytes=MAX_HEAD_BYTES))
                 return
             if isinstance(event, h11.Request):
                 await self._begin(event)

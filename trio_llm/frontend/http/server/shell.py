@@ -23,11 +23,12 @@ from typing import Any
 import trio
 
 from trio_llm.config import ServerConfig
-from trio_llm.errors import BodyTooLargeError, TrioLLMError
-from trio_llm.frontend.http.server.errors import BodyTimeoutError, ErrorReply, HttpVersionError, only_error, reply_for
+from trio_llm.errors import TrioLLMError
+from trio_llm.frontend.http.server.body_reader import BodyReader
+from trio_llm.frontend.http.server.errors import ErrorReply, HttpVersionError, only_error, reply_for
 from trio_llm.frontend.http.server.sse import DONE_EVENT, error_event
 
-__all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "client_request_id", "content_length", "reply_to"]
+__all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "client_request_id", "reply_to"]
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
@@ -52,11 +53,15 @@ class Shell:
 
     def __init__(self, app: ASGIApp, config: ServerConfig, *, is_draining: Callable[[], bool]) -> None:
         self._app = app
-        self._config = config
+        self._bodies = BodyReader(config)
         self._is_draining = is_draining
         self._num_requests = 0
         self._idle = trio.Event()
         self._idle.set()
+
+    def stop_reading(self) -> None:
+        """The server stops: requests whose bodies are not whole get 503. Synchronous."""
+        self._bodies.stop()
 
     async def wait_idle(self) -> None:
         """Wait until no request is being answered.
@@ -84,7 +89,7 @@ class Shell:
         self._num_requests += 1
         try:
             exchange = _Exchange(scope, receive, send, is_draining=self._is_draining)
-            await exchange.run(self._app, self._config)
+            await exchange.run(self._app, self._bodies)
         finally:
             self._num_requests -= 1
             if self._num_requests == 0:
@@ -108,12 +113,15 @@ class _Exchange:
         self._response: Message | None = None  # http.response.start as the app sent it
         self._error_start: Message | None = None  # http.response.start of an error in place of the app's
         self._final: Message | None = None  # the last body message, kept back
-        self._body_left = False  # some of the request's body was not read
+        self._body_left = True  # some of the request's body was not read
 
-    async def run(self, app: ASGIApp, config: ServerConfig) -> None:
+    async def run(self, app: ASGIApp, bodies: BodyReader) -> None:
         """Serve the request, to the last message of its answer."""
         try:
-            self._body = await self._read_body(config)
+            self._body = await bodies.read(self._receive, self._scope["headers"])
+            self._body_left = False
+            if self._body is None:
+                self._has_gone.set()
             if not self._is_http_1:
                 raise HttpVersionError(self._scope["http_version"])
             if not self._has_gone.is_set():
@@ -132,37 +140,6 @@ class _Exchange:
         return str(self._scope["http_version"]).startswith("1.")
 
     # -------------------------------------------------------------------------------------- reading
-
-    async def _read_body(self, config: ServerConfig) -> bytes:
-        """The whole body.
-
-        Raises:
-            BodyTooLargeError: it is over the cap. Not all of it was read, or none.
-            BodyTimeoutError: the client took too long.
-        """
-        limit = config.max_body_bytes
-        declared = content_length(self._scope["headers"])
-        if declared is not None and declared > limit:
-            self._body_left = True
-            raise BodyTooLargeError(limit)
-        parts: list[bytes] = []
-        size = 0
-        with trio.move_on_after(config.body_timeout_s) as timeout:
-            while True:
-                message = await self._receive()
-                if message["type"] == "http.disconnect":
-                    self._has_gone.set()
-                    return b""
-                size += len(message.get("body", b""))
-                if size > limit:
-                    break
-                parts.append(message.get("body", b""))
-                if not message.get("more_body", False):
-                    return b"".join(parts)
-        self._body_left = timeout.cancelled_caught or message.get("more_body", False)
-        if timeout.cancelled_caught:
-            raise BodyTimeoutError(config.body_timeout_s)
-        raise BodyTooLargeError(limit)
 
     async def _watch_disconnect(self, app_scope: trio.CancelScope) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -258,7 +235,7 @@ class _Exchange:
 
 
 def reply_to(error: BaseException, request_id: str) -> ErrorReply:
-    """The reply to what a request has raised. Logs errors that are not ours, and drops tracebacks.
+    """The reply to what a request has raised. Logs errors that are not ours, and drops tracebacks and causes.
 
     Raises:
         BaseException: `error` itself, if it is or holds more than an error: this task is cancelled from outside, or
@@ -271,9 +248,26 @@ def reply_to(error: BaseException, request_id: str) -> ErrorReply:
         raise error
     if not isinstance(cause, TrioLLMError):
         _logger.error("request %s failed", request_id, exc_info=cause)
-    # A frame in the traceback may hold the error, and holds what its function had: the body, and all read from it.
-    cause.__traceback__ = error.__traceback__ = None
+    _cut_loose(error)
     return reply_for(cause)
+
+
+def _cut_loose(error: BaseException) -> None:
+    """Drop what `error`, and the errors inside it and behind it, hold of the request.
+
+    A frame in a traceback may hold the error, and holds what its function had: the body, and all read from it. So do
+    the frames of errors behind it, which `from None` hides and keeps.
+    """
+    todo: list[BaseException | None] = [error]
+    while todo:
+        one = todo.pop()
+        if one is None:
+            continue
+        todo += [one.__cause__, one.__context__]
+        if isinstance(one, BaseExceptionGroup):
+            todo += one.exceptions
+        # Links first: an error that comes again, or a ring of them, has none any more.
+        one.__cause__ = one.__context__ = one.__traceback__ = None
 
 
 def _is_event_stream(response: Message) -> bool:
@@ -281,14 +275,6 @@ def _is_event_stream(response: Message) -> bool:
         name.lower() == b"content-type" and value.startswith(b"text/event-stream")
         for name, value in response["headers"]
     )
-
-
-def content_length(headers: Iterable[tuple[bytes, bytes]]) -> int | None:
-    """The length of the body that these headers declare, if they do."""
-    for name, value in headers:
-        if name == b"content-length":
-            return int(value)  # h11 has refused anything but one number of at most 20 digits
-    return None
 
 
 def client_request_id(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
