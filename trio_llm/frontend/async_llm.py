@@ -78,6 +78,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=Balancer.of(config))
         self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = self._group.control
+        self._control.observe = self._recorder.operation
         self._kv_events = KVEventHub(len(cores))
         self._model: LoadedModel | None = None
         self._settled = trio.Event()
