@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from tests.engine.test_control_calls import an_engine
 from tests.test_api_page import section
 from trio_llm.engine.engine_state import PAUSES, SLEEP_STATES
 from trio_llm.frontend.http.control_routes import MAX_ARGS
@@ -40,3 +41,11 @@ def test_the_control_routes_of_the_api_page_are_those_there_are() -> None:
 
     assert listed == routes
     assert f"up to {MAX_ARGS} plain values" in section("Control of the running engine")
+
+
+def test_the_methods_of_remote_calls_on_the_page_are_those_that_workers_have() -> None:
+    listed = re.findall(r"^\| `(\w+)\(.*?\)` \|", PAGE.split("\n## Questions\n")[1].split("\n## ")[0], re.MULTILINE)
+
+    error = an_engine().call("collective_rpc", "no such").error
+    assert error is not None
+    assert ", ".join(listed) == error.split("use one of ")[1]

@@ -145,6 +145,7 @@ _SUB_ROOMS: Final = {
         ("outbox", "request_checks", "models", "sampling.logits_processors"),
         ("sampling", "worker"),
         ("executor",),
+        ("weight_transfer",),
         ("clients", "control_calls", "step_pipeline"),
         ("core",),
         ("loop",),

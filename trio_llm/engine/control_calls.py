@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Final, get_args
 
 from trio_llm.engine.device import DeviceLostError
-from trio_llm.engine.engine_state import PARTS, EngineControlState, Pause, PauseEvent, SleepEvent, SleepState
+from trio_llm.engine.engine_state import PARTS, EngineControlState, Pause, PauseEvent, SleepEvent
 from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.scheduling.scheduler import Scheduler
+from trio_llm.engine.weight_transfer import WeightTransfer
 from trio_llm.errors import EngineStartupError, InvalidRequestError, NotSupportedError
-from trio_llm.wire.messages import EngineCoreOutput, PlainValue, UtilityCall, UtilityResult
+from trio_llm.wire.messages import EngineCoreOutput, PlainValue, StateValue, UtilityCall, UtilityResult, UtilityValue
 
-__all__ = ["BETWEEN_STEPS", "ControlCalls", "UtilityValue"]
+__all__ = ["BETWEEN_STEPS", "ControlCalls"]
 
-UtilityValue = PlainValue | list[PlainValue] | dict[str, PlainValue]
-
-BETWEEN_STEPS: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights", "start_profile"})
+BETWEEN_STEPS: Final = frozenset(
+    {"sleep", "wake_up", "pause", "resume", "start_profile"}
+    | {"update_weights", "finish_weight_update", "restore_weights"}
+)
 """Methods that are called only while no step is in flight."""
-
-_MAX_VERSION_CHARS: Final = 256
 
 
 class ControlCalls:
@@ -50,6 +50,7 @@ class ControlCalls:
         """Client and id of calls of `wait_paused`: answered when all requests that had begun are finished, or when the
         pause ends."""
         self._clears_at_end = False
+        transfer = WeightTransfer(executor, scheduler, self.state)
         self._methods: Final[dict[str, Callable[..., UtilityValue]]] = {
             "ping": self._ping,
             "check_scheduler": self._check_scheduler,
@@ -59,7 +60,14 @@ class ControlCalls:
             "pause": self._pause,
             "resume": self._resume,
             "reset_prefix_cache": self._reset_prefix_cache,
-            "update_weights": self._update_weights,
+            "update_weights": transfer.update,
+            "init_weight_transfer_engine": transfer.init,
+            "start_weight_update": transfer.start,
+            "stage_weights": transfer.stage,
+            "prepare_weight_update": transfer.prepare,
+            "finish_weight_update": transfer.finish,
+            "restore_weights": transfer.restore_weights,
+            "restore_weight_update": transfer.restore_update,
             "start_profile": self._start_profile,
             "stop_profile": self._stop_profile,
             "collective_rpc": self._collective_rpc,
@@ -69,6 +77,7 @@ class ControlCalls:
             "check_scheduler": self._check_scheduler,
             "memory_info": self._memory_info,
             "model_info": self._model_info,
+            "weights_checksum": self._weights_checksum,
         }
         """Methods that `collective_rpc` may name. They change nothing."""
 
@@ -117,11 +126,11 @@ class ControlCalls:
         if method is None:
             return UtilityResult(call.call_id, error=f"the engine has no method {call.method[:100]!r}")
         try:
-            return UtilityResult(call.call_id, value=method(*call.args))
+            return UtilityResult(call.call_id, value=method(*call.args, **call.kwargs))
         except DeviceLostError:
             raise
         except InvalidRequestError as error:
-            return UtilityResult(call.call_id, error=str(error), error_kind="invalid")
+            return UtilityResult(call.call_id, error=str(error), error_kind="invalid", error_param=error.param)
         except NotSupportedError as error:
             return UtilityResult(call.call_id, error=str(error), error_kind="unsupported")
         except EngineStartupError as error:  # no memory for a cache, or weight files are missing
@@ -136,7 +145,7 @@ class ControlCalls:
         far."""
         return self._num_sent(self._caller)
 
-    def _check_scheduler(self) -> dict[str, PlainValue]:
+    def _check_scheduler(self) -> dict[str, StateValue]:
         """Assert the scheduler's invariants and return its counts."""
         self._scheduler.check()
         stats = self._scheduler.stats()
@@ -147,13 +156,13 @@ class ControlCalls:
             "num_blocks": stats.num_blocks,
         }
 
-    def _describe(self) -> dict[str, PlainValue]:
+    def _describe(self) -> dict[str, StateValue]:
         return self.state.describe()
 
-    def _memory_info(self) -> dict[str, PlainValue]:
+    def _memory_info(self) -> dict[str, StateValue]:
         return {**self._executor.memory_info()}
 
-    def _model_info(self) -> dict[str, PlainValue]:
+    def _model_info(self) -> dict[str, StateValue]:
         info = self._executor.info
         return {
             "model_dir": info.model_dir,
@@ -166,20 +175,26 @@ class ControlCalls:
             **info.versions,
         }
 
-    def _collective_rpc(self, name: PlainValue, *args: PlainValue) -> UtilityValue:
+    def _weights_checksum(self, prefix: PlainValue = "") -> str:
+        """The same for two workers only if they have the same weights, of those whose names begin so."""
+        if not isinstance(prefix, str):
+            raise InvalidRequestError("prefix must be a string", "prefix")
+        return self._executor.weights_checksum(prefix)
+
+    def _collective_rpc(self, name: PlainValue, /, *args: PlainValue, **kwargs: PlainValue) -> UtilityValue:
         method = self._worker_methods.get(name) if isinstance(name, str) else None
         if method is None:
             known = ", ".join(sorted(self._worker_methods))
             raise InvalidRequestError(f"the workers have no method {str(name)[:100]!r}; use one of {known}", "method")
         try:
-            inspect.signature(method).bind(*args)
+            inspect.signature(method).bind(*args, **kwargs)
         except TypeError as error:
-            raise InvalidRequestError(f"{name}: {error}", "args") from error
-        return method(*args)
+            raise InvalidRequestError(f"{name}: {error}", "kwargs" if kwargs else "args") from error
+        return method(*args, **kwargs)
 
     # -------------------------------------------------------------------------------------- changes
 
-    def _sleep(self, level: PlainValue) -> dict[str, PlainValue]:
+    def _sleep(self, level: PlainValue) -> dict[str, StateValue]:
         if isinstance(level, bool) or level not in (1, 2):
             raise InvalidRequestError(f"the sleep level must be 1 or 2, not {level!r}", "level")
         event: SleepEvent = "sleep 1" if level == 1 else "sleep 2"
@@ -189,7 +204,7 @@ class ControlCalls:
             self._change_sleep_state(event)
         return self.state.describe()
 
-    def _wake_up(self, *parts: PlainValue) -> dict[str, PlainValue]:
+    def _wake_up(self, *parts: PlainValue) -> dict[str, StateValue]:
         if unknown := [part for part in parts if part not in PARTS]:
             raise InvalidRequestError(f"tags must be of {', '.join(PARTS)}, not {unknown[0]!r}", "tags")
         events: dict[str, SleepEvent] = {"weights": "wake weights", "kv_cache": "wake kv_cache"}
@@ -205,7 +220,7 @@ class ControlCalls:
             self._executor.move(sleep_state.weights, has_cache=sleep_state.has_cache)
             self.state.sleep_state = sleep_state
 
-    def _pause(self, mode: PlainValue, clears_cache: PlainValue) -> dict[str, PlainValue]:
+    def _pause(self, mode: PlainValue, clears_cache: PlainValue) -> dict[str, StateValue]:
         events: dict[PlainValue, PauseEvent] = {
             event.removeprefix("pause "): event for event in get_args(PauseEvent) if event.startswith("pause ")
         }
@@ -220,7 +235,7 @@ class ControlCalls:
             self._scheduler.reset_prefix_cache()
         return self.state.describe()
 
-    def _resume(self) -> dict[str, PlainValue]:
+    def _resume(self) -> dict[str, StateValue]:
         self._change_pause("resume")
         return self.state.describe()
 
@@ -231,22 +246,6 @@ class ControlCalls:
     def _reset_prefix_cache(self) -> None:
         self._scheduler.reset_prefix_cache()
 
-    def _update_weights(self, path: PlainValue, version: PlainValue) -> dict[str, PlainValue]:
-        if not isinstance(version, str) or not 1 <= len(version) <= _MAX_VERSION_CHARS:
-            raise InvalidRequestError(f"version must be a string of 1 to {_MAX_VERSION_CHARS} characters", "version")
-        if not isinstance(path, str) or not path or not _is_folder(path):
-            raise InvalidRequestError(f"path {path!r} is not a directory with weights in Hugging Face form", "path")
-        if self.state.sleep_state not in (SleepState.AWAKE, SleepState.ONLY_WEIGHTS):
-            raise InvalidRequestError("the weights are asleep; call wake_up with the tag weights first")
-        try:
-            self._executor.update_weights(Path(path))
-        except EngineStartupError as error:
-            raise InvalidRequestError(str(error), "path") from error
-        self._scheduler.preempt_all()
-        self.state.weight_version = version
-        self.state.weights_path = path
-        return self.state.describe()
-
     def _start_profile(self) -> None:
         if self._profile_dir is None:
             raise NotSupportedError("there is no folder for profiles; start the engine with --profile-dir")
@@ -254,10 +253,3 @@ class ControlCalls:
 
     def _stop_profile(self) -> str | None:
         return self._executor.stop_profile()
-
-
-def _is_folder(path: str) -> bool:
-    try:
-        return Path(path).is_dir()
-    except OSError:  # the name is too long, or a folder on the way may not be read
-        return False

@@ -6,11 +6,11 @@ Pure. Owned by ControlCalls, which carries out each change. `docs/control.md` dr
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Literal
 
 from trio_llm.engine.device import WeightsLocation
-from trio_llm.wire.messages import PlainValue
+from trio_llm.wire.messages import PlainValue, StateValue
 
 __all__ = [
     "PARTS",
@@ -125,6 +125,12 @@ class EngineControlState:
     weight_version: str = "default"
     weights_path: str | None = None
     """Directory of the last weight update; None: the weights that the engine was started with."""
+    weights_files: dict[str, str] = field(default_factory=dict)
+    """If they came in several files: their names in that directory, each with its checksum."""
+    transfer_directory: str | None = None
+    """Directory of the files of updates to come; None: not said yet."""
+    update_files: dict[str, str] | None = None
+    """Files of the update that is open, each with its checksum; None: none is."""
 
     @property
     def may_step(self) -> bool:
@@ -144,8 +150,9 @@ class EngineControlState:
         """The pause that an event leads to; nothing is changed."""
         return PAUSES[self.pause].get(event, self.pause)
 
-    def describe(self) -> dict[str, PlainValue]:
-        """The state as plain data, which is the answer of control calls."""
+    def describe(self) -> dict[str, StateValue]:
+        """The state as plain data, which is the answer of control calls. Files are lines as in a list of checksums:
+        the checksum, two spaces, the name."""
         return {
             "sleep_level": self.sleep_state.level,
             "weights_asleep": self.sleep_state.weights is not WeightsLocation.DEVICE,
@@ -153,4 +160,11 @@ class EngineControlState:
             "pause": self.pause.value,
             "weight_version": self.weight_version,
             "weights_path": self.weights_path,
+            "weights_files": _lines(self.weights_files),
+            "transfer_directory": self.transfer_directory,
+            "update_files": None if self.update_files is None else _lines(self.update_files),
         }
+
+
+def _lines(files: dict[str, str]) -> list[PlainValue]:
+    return [f"{checksum}  {name}" for name, checksum in files.items()]

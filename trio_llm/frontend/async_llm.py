@@ -177,7 +177,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
             if not isinstance(counts, dict):
                 raise EngineGenerateError(f"the engine answered check_scheduler with {counts!r}")
             for name, value in counts.items():
-                sums[name] = sums.get(name, 0) + int(value or 0)
+                assert isinstance(value, int)
+                sums[name] = sums.get(name, 0) + value
         return sums
 
     def statistics(self) -> EngineStatistics:

@@ -5,7 +5,7 @@ No code: each call raises NotSupportedError unless a client implements it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trio_llm.errors import NotSupportedError
@@ -79,13 +79,20 @@ class ControlClient:
         self._refuse("reset_prefix_cache")
 
     async def collective_rpc(
-        self, method: str, args: Sequence[PlainValue] = (), *, timeout_s: float | None = None
+        self,
+        method: str,
+        args: Sequence[PlainValue] = (),
+        kwargs: Mapping[str, PlainValue] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> list[Any]:
         """Call a method on every worker. Returns one answer per worker.
 
-        The methods: `ping`, `memory_info` (bytes), `model_info`, `check_scheduler`.
+        The methods: `ping`, `memory_info` (bytes), `model_info`, `check_scheduler`, and `weights_checksum(prefix="")`,
+        which is the same for workers that have the same weights, of those whose names begin with `prefix`.
 
         Args:
+            args, kwargs: plain values.
             timeout_s: up to a day.
 
         Cancellation: the answer is dropped.
@@ -110,20 +117,62 @@ class ControlClient:
         and EngineGenerateError if the trace cannot be written."""
         self._refuse("stop_profile")
 
-    async def update_weights(self, path: str, *, version: str) -> None:
-        """Compute all tokens from now on with other weights of the same architecture.
+    async def update_weights(
+        self, path: str | None = None, *, version: str | None = None, update_info: Mapping[str, Any] | None = None
+    ) -> None:
+        """Compute all tokens from now on with other weights of the same architecture; or, with `update_info`, give some
+        of the weights of the update that `start_weight_update` began.
 
-        Running requests go on, and their tokens so far are computed again; the prefix cache is emptied. All is checked
-        before anything is changed.
+        With a path: running requests go on, and their tokens so far are computed again; the prefix cache is emptied.
+        All is checked before anything is changed. An update that was begun ends, and was for nothing.
 
         Args:
             path: a directory in Hugging Face form.
             version: what `RequestOutput.weight_version` says from now on; up to 256 characters.
+            update_info: `{"files": [...]}`: names of safetensors files in the directory of
+                `init_weight_transfer_engine`, with tensors as a checkpoint names them. They are read now, into host
+                memory. A name that came before is read again. All tokens are computed with the old weights still.
 
         Raises:
-            InvalidRequestError: the directory has no such weights, or the weights sleep now. Nothing has changed.
+            InvalidRequestError: there are no such weights or no such files, the weights sleep now, or no update was
+                begun. Nothing has changed.
         """
         self._refuse("update_weights")
+
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        """Say where the files of weight updates are. An update that was begun ends, and was for nothing.
+
+        Args:
+            init_info: `{"directory": "..."}`.
+
+        Raises:
+            InvalidRequestError: there is no such directory.
+        """
+        self._refuse("init_weight_transfer_engine")
+
+    async def start_weight_update(self) -> None:
+        """Begin an update whose weights come in several files, by `update_weights`. If one was begun, it begins anew.
+
+        Raises:
+            InvalidRequestError: there is no directory, since `init_weight_transfer_engine` was not called.
+        """
+        self._refuse("start_weight_update")
+
+    async def finish_weight_update(self, *, weight_version: str) -> None:
+        """Compute all tokens from now on with the weights of the update; what holds for `update_weights` with a path
+        holds here.
+
+        The files must have all weights together. They are read again if an engine is started again, or wakes up from
+        level 2: keep them while these weights are served.
+
+        Args:
+            weight_version: as `update_weights`.
+
+        Raises:
+            InvalidRequestError: the files do not have the model's weights, the weights sleep now, or no update was
+                begun. Nothing has changed, and an update that was begun can be completed.
+        """
+        self._refuse("finish_weight_update")
 
     async def add_lora(self, name: str, path: str) -> None:
         """Load an adapter."""

@@ -40,9 +40,11 @@ __all__ = [
     "Progress",
     "Ready",
     "SchedulerStats",
+    "StateValue",
     "ToEngine",
     "UtilityCall",
     "UtilityResult",
+    "UtilityValue",
 ]
 
 NO_SAMPLING: Final = SamplingParams(temperature=0, seed=0, max_tokens=1, output_kind=RequestOutputKind.FINAL_ONLY)
@@ -50,6 +52,9 @@ NO_SAMPLING: Final = SamplingParams(temperature=0, seed=0, max_tokens=1, output_
 
 PlainValue = None | bool | int | float | str
 """What arguments and results of utility calls are made of."""
+StateValue = PlainValue | list[PlainValue]
+UtilityValue = PlainValue | list[PlainValue] | dict[str, StateValue]
+"""The result of a utility call."""
 
 
 class _Message(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True, gc=False):
@@ -115,6 +120,8 @@ class UtilityCall(_Message, frozen=True, gc=False, tag="call"):
     call_id: int
     method: str
     args: list[PlainValue] = msgspec.field(default_factory=list)
+    kwargs: dict[str, PlainValue] = msgspec.field(default_factory=dict)
+    """Arguments by name."""
 
 
 class AttachClient(_Message, frozen=True, gc=False, tag="attach"):
@@ -214,10 +221,12 @@ class UtilityResult(_Message, frozen=True, gc=False):
     """The answer to a UtilityCall: a value, or the text of an error."""
 
     call_id: int
-    value: PlainValue | list[PlainValue] | dict[str, PlainValue] = None
+    value: UtilityValue = None
     error: str | None = None
     error_kind: Literal["failed", "invalid", "unsupported"] = "failed"
     """`invalid`: the caller's fault, and nothing was changed."""
+    error_param: str | None = None
+    """Which argument is at fault, as `InvalidRequestError.param`."""
 
 
 class BlockStored(_Message, frozen=True, gc=False, tag="stored"):

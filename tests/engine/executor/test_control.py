@@ -342,3 +342,147 @@ def classes(engine: Engine, name: str) -> bytes:
     (row,) = [row for row in engine.rows if row.request_id == name]
     assert row.pooled
     return row.pooled
+
+
+# ---------------------------------------------------------------------------- weights in several files
+
+
+def split(source: Path, target: Path, num_files: int = 3) -> list[str]:
+    """The weights of a model in so many files of their own, without its configuration."""
+    target.mkdir(exist_ok=True)
+    tensors = list(load_file(source / "model.safetensors").items())
+    names = [f"part-{number}.safetensors" for number in range(num_files)]
+    for number, name in enumerate(names):
+        save_file(dict(tensors[number::num_files]), target / name)
+    return names
+
+
+def begin(engine: Engine, folder: Path) -> None:
+    engine.ask("init_weight_transfer_engine", str(folder))
+    engine.ask("start_weight_update")
+
+
+def test_weights_in_several_files_give_what_a_directory_gives(
+    folder: Path, other: Path, tmp_path: Path, kind: str
+) -> None:
+    engine, by_directory = (an_engine(folder, run_ahead=1) for _ in range(2))
+    begin(engine, tmp_path)
+    for name in split(other, tmp_path):
+        engine.ask("stage_weights", name)
+    for one in (engine, by_directory):
+        one.send(*requests())
+        one.step(7)
+    engine.ask("finish_weight_update", "v2")
+    by_directory.ask("update_weights", str(other), "v2")
+    for one in (engine, by_directory):
+        one.run()
+        one.send(*requests("new-"))
+        one.run()
+
+    assert answers(engine, "new-") == fresh_answers(other) != fresh_answers(folder)
+    assert answers(engine) == answers(by_directory)
+    checksums = {one.ask("collective_rpc", "weights_checksum") for one in (engine, by_directory, an_engine(other))}
+    assert len(checksums) == 1
+    assert an_engine(folder).ask("collective_rpc", "weights_checksum") not in checksums
+
+
+def test_dropped_weights_are_read_again_from_the_files_and_only_if_those_are_the_same(
+    folder: Path, other: Path, tmp_path: Path
+) -> None:
+    names = split(other, tmp_path)
+    engine = an_engine(folder)
+    begin(engine, tmp_path)
+    engine.ask("stage_weights", *names)
+    engine.ask("finish_weight_update", "v2")
+    engine.ask("sleep", 2)
+    split(folder, tmp_path)
+
+    result = engine.call("wake_up")
+    assert result.error_kind == "failed"
+    assert "has changed" in str(result.error)
+    assert engine.ask("control_state")["weights_asleep"] is True
+    split(other, tmp_path)
+    engine.ask("wake_up")
+    engine.send(*requests())
+    engine.run()
+    assert answers(engine) == fresh_answers(other)
+
+
+def _lacking(folder: Path) -> str:
+    (folder / "part-0.safetensors").unlink()
+    return "missing"
+
+
+def _with_another_shape(folder: Path) -> str:
+    tensors = load_file(folder / "part-0.safetensors")
+    name = max(tensors)
+    save_file(tensors | {name: torch.zeros([size + 1 for size in tensors[name].shape])}, folder / "part-0.safetensors")
+    return name
+
+
+def _with_a_stranger(folder: Path) -> str:
+    save_file({"model.stranger": torch.zeros(3)}, folder / "part-3.safetensors")
+    return "model.stranger"
+
+
+def _with_a_tensor_twice(folder: Path) -> str:
+    tensors = load_file(folder / "part-0.safetensors")
+    save_file({max(tensors): tensors[max(tensors)]}, folder / "part-3.safetensors")
+    return "is in"
+
+
+@pytest.mark.parametrize("spoil", [_lacking, _with_another_shape, _with_a_stranger, _with_a_tensor_twice])
+def test_files_that_do_not_fit_are_refused_as_a_whole_and_can_be_completed(
+    spoil: Any, folder: Path, other: Path, tmp_path: Path
+) -> None:
+    good = split(other, tmp_path / "good")
+    split(other, tmp_path / "bad")
+    reason = spoil(tmp_path / "bad")
+    engine = an_engine(folder)
+    engine.send(*requests())
+    engine.step(7)
+    begin(engine, tmp_path)
+    before = engine.ask("collective_rpc", "weights_checksum")
+    engine.ask("stage_weights", *sorted(f"bad/{path.name}" for path in (tmp_path / "bad").iterdir()))
+
+    result = engine.call("finish_weight_update", "v2")
+    engine.run()
+
+    assert (result.error_kind, result.error_param) == ("invalid", "update_info.files")
+    assert reason in str(result.error)
+    assert "\n" not in str(result.error)
+    assert engine.ask("collective_rpc", "weights_checksum") == before
+    assert answers(engine) == fresh_answers(folder)
+    assert {message.weight_version for message in engine.messages} == {"default"}
+    engine.ask("start_weight_update")
+    engine.ask("stage_weights", *(f"good/{name}" for name in good))
+    engine.ask("finish_weight_update", "v2")
+    engine.send(*requests("new-"))
+    engine.run()
+    assert answers(engine, "new-") == fresh_answers(other)
+
+
+def test_a_classifier_takes_weights_in_several_files(tmp_path: Path) -> None:
+    old, new = (
+        save_classifier(tmp_path / name, CONFIGS[KINDS[0]], num_labels=3, seed=seed)
+        for name, seed in (("a", 0), ("b", 1))
+    )
+    engine = an_engine(old)
+    names = split(new, tmp_path / "parts")
+    begin(engine, tmp_path / "parts")
+    engine.ask("stage_weights", *names)
+    engine.ask("finish_weight_update", "v2")
+
+    assert classes(engine, "r") == classes(an_engine(new), "r")
+
+
+def test_a_checksum_is_of_the_weights_that_are_asked_for(folder: Path) -> None:
+    engine = an_engine(folder)
+    names = sorted(engine.core._executor._model.weights)  # type: ignore[attr-defined]
+
+    found = {engine.ask("collective_rpc", "weights_checksum", prefix) for prefix in ("", *names)}
+    assert len(found) == len(names) + 1
+    unknown = engine.call("collective_rpc", "weights_checksum", "no such")
+    assert (unknown.error_kind, unknown.error_param) == ("invalid", "prefix")
+    engine.ask("sleep", 2)
+    assert "dropped" in str(engine.call("collective_rpc", "weights_checksum").error)

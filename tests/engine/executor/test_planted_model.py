@@ -52,7 +52,8 @@ class PlantedModel:
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.weights["head"]
 
-    def read_weights(self, source: Path) -> Mapping[str, Tensor]:
+    def read_weights(self, source: Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        assert isinstance(source, Path)
         tensors: dict[str, Tensor] = load_file(source / "planted.safetensors")
         return tensors
 

@@ -14,6 +14,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from tests.support.fake_client import FakeClient
 from tests.support.http_server import BOUND_S, Server, open_server
+from tests.support.weight_files import write_weights
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ConfigError
 from trio_llm.frontend.http.control_routes import MAX_ARGS
@@ -39,7 +40,7 @@ async def works(server: Server) -> bool:
 
 
 def test_every_route_is_among_those_that_are_tried() -> None:
-    assert len(CONTROL) == 11
+    assert len(CONTROL) == 14
 
 
 @pytest.mark.parametrize(("method", "path"), CONTROL)
@@ -56,7 +57,7 @@ async def test_a_client_without_control_is_501_or_its_body_is_400_and_other_meth
         reply = await server.call(method, path)
         other = await server.call("GET" if method == "POST" else "POST", path)
 
-    assert reply.status == (400 if path in ("/collective_rpc", "/update_weights") else 501)
+    assert reply.status == (400 if path in ("/collective_rpc", "/update_weights", "/finish_weight_update") else 501)
     assert other.status == 405
 
 
@@ -223,7 +224,13 @@ async def test_a_remote_call_answers_for_each_worker() -> None:
         {"method": "ping", "args": 0},
         {"method": "ping", "args": ""},
         {"method": "ping", "args": {}},
-        {"method": "ping", "kwargs": {}},
+        {"method": "ping", "kwargs": []},
+        {"method": "ping", "kwargs": {"a": 1}},
+        {"method": "ping", "kwargs": {"a": []}},
+        {"method": "ping", "kwargs": {str(number): 0 for number in range(MAX_ARGS + 1)}},
+        {"method": "weights_checksum", "args": [1]},
+        {"method": "weights_checksum", "args": [""], "kwargs": {"prefix": ""}},
+        {"method": "ping", "keywords": {}},
     ],
 )
 async def test_a_remote_call_that_is_no_plain_data_is_400(body: dict[str, Any]) -> None:
@@ -308,3 +315,105 @@ async def test_every_route_twenty_times_at_once(tmp_path: Path) -> None:
         await llm.wake_up()
         await llm.resume_generation()
         assert await works(server)
+
+
+async def test_a_remote_call_passes_arguments_by_place_and_by_name() -> None:
+    ways: list[dict[str, Any]] = [{}, {"args": ["wei"]}, {"kwargs": {"prefix": "wei"}}, {"args": [], "kwargs": {}}]
+    async with open_dev_server() as (_, server):
+        replies = [
+            await server.call("POST", "/collective_rpc", {"method": "weights_checksum", **fields}) for fields in ways
+        ]
+        unknown = await server.call(
+            "POST", "/collective_rpc", {"method": "weights_checksum", "kwargs": {"prefix": "b"}}
+        )
+
+    assert [reply.json for reply in replies] == [{"results": ["00000000"]}] * 4
+    assert (unknown.status, unknown.error["param"]) == (400, "prefix")
+
+
+# ---------------------------------------------------------------------------- weights in several files
+
+
+async def test_weights_in_several_files_are_used_all_at_once(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    parts = [write_weights(tmp_path / "run" / f"part-{number}.safetensors", number) for number in range(3)]
+
+    async with open_dev_server(weights_root=str(tmp_path)) as (llm, server):
+
+        async def post(path: str, body: dict[str, Any] | None = None) -> None:
+            reply = await server.call("POST", path, {} if body is None else body)
+            assert (reply.status, reply.body) == (200, b"")
+
+        await post("/init_weight_transfer_engine", {"init_info": {"directory": "run"}})
+        await post("/start_weight_update", {"is_checkpoint_format": True})
+        await post("/update_weights", {"update_info": {"files": parts[:2]}})
+        await post("/update_weights", {"update_info": {"files": parts[2:]}})
+        (before,) = await llm.collective_rpc("model_info")
+        await post("/finish_weight_update", {"weight_version": "step 7"})
+        (after,) = await llm.collective_rpc("model_info")
+
+        assert (before["weight_version"], after["weight_version"]) == ("default", "step 7")
+        reply = await server.complete(max_tokens=3, return_weight_versions=True)
+        assert [one["version"] for one in reply.json["choices"][0]["weight_versions"]] == ["step 7"]
+
+
+async def test_an_empty_body_is_enough_where_everything_may_be_left_out(tmp_path: Path) -> None:
+    async with open_dev_server(weights_root=str(tmp_path)) as (llm, server):
+        assert (await server.call("POST", "/init_weight_transfer_engine")).status == 200
+        assert (await server.call("POST", "/start_weight_update")).status == 200
+
+        assert llm._control.state.transfer_directory == str(tmp_path)
+        assert llm._control.state.update_files == ()
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/init_weight_transfer_engine", {"init_info": []}, "init_info"),
+        ("/init_weight_transfer_engine", {"init_info": {"directory": 1}}, "init_info.directory"),
+        ("/init_weight_transfer_engine", {"init_info": {"directory": ".."}}, "init_info.directory"),
+        ("/init_weight_transfer_engine", {"init_info": {"directory": "missing"}}, "init_info.directory"),
+        ("/init_weight_transfer_engine", {"init_info": {"backend": "nccl"}}, "init_info.backend"),
+        ("/start_weight_update", {"is_checkpoint_format": False}, "is_checkpoint_format"),
+        ("/start_weight_update", {"version": "1"}, "version"),
+        ("/update_weights", {}, "path"),
+        ("/update_weights", {"path": "run"}, "version"),
+        ("/update_weights", {"version": "1"}, "path"),
+        ("/update_weights", {"path": "run", "version": "1", "update_info": {"files": ["a"]}}, "update_info"),
+        ("/update_weights", {"update_info": {}}, "update_info.files"),
+        ("/update_weights", {"update_info": {"files": []}}, "update_info.files"),
+        ("/update_weights", {"update_info": {"files": "a"}}, "update_info.files"),
+        ("/update_weights", {"update_info": {"files": [1]}}, "update_info.files.0"),
+        ("/update_weights", {"update_info": {"files": ["missing"]}}, "update_info.files"),
+        ("/update_weights", {"update_info": {"files": ["text"]}}, "update_info.files"),
+        ("/update_weights", {"update_info": {"files": ["../outside"]}}, "update_info.files"),
+        ("/update_weights", {"update_info": {"files": ["a"], "names": []}}, "update_info.names"),
+        ("/finish_weight_update", {}, "weight_version"),
+        ("/finish_weight_update", {"weight_version": ""}, "weight_version"),
+        ("/finish_weight_update", {"weight_version": 1}, "weight_version"),
+        ("/finish_weight_update", {"weight_version": "x" * 257}, "weight_version"),
+        ("/finish_weight_update", {"weight_version": "1", "files": []}, "files"),
+    ],
+)
+async def test_what_is_wrong_with_an_update_is_a_400_that_names_it_and_changes_nothing(
+    path: str, body: dict[str, Any], param: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "root"
+    (root / "run").mkdir(parents=True)
+    (root / "run" / "text").write_text("no weights")
+    write_weights(tmp_path / "outside")
+    async with open_dev_server(weights_root=str(root)) as (llm, server):
+        await llm.init_weight_transfer_engine({"directory": str(root / "run")})
+        await llm.start_weight_update()
+        before = llm._control.state
+
+        reply = await server.call("POST", path, body)
+
+        assert (reply.status, reply.error["param"]) == (400, param)
+        assert llm._control.state == before
+        assert await works(server)
+
+
+async def test_without_a_root_no_directory_is_taken() -> None:
+    async with open_dev_server() as (_, server):
+        assert (await server.call("POST", "/init_weight_transfer_engine", {})).status == 501

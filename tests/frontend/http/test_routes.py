@@ -97,5 +97,5 @@ async def test_the_document_leaves_the_paths_of_control_out() -> None:
         document = (await server.call("GET", "/openapi.json")).json
 
     controls = {route.path for route in ROUTES if isinstance(route, ControlRoute)}
-    assert len(controls) == 11
+    assert len(controls) == 14
     assert controls.isdisjoint(document["paths"])

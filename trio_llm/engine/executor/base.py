@@ -6,11 +6,13 @@ Imports no torch, so that the fake executor and its tests run without it.
 from __future__ import annotations
 
 import abc
+from collections.abc import Collection
 from pathlib import Path
 from typing import Protocol
 
 from trio_llm.engine.device import WeightsLocation
 from trio_llm.engine.scheduling.step import StepPlan, StepResult
+from trio_llm.engine.worker.weight_files import WeightSource
 from trio_llm.wire.messages import ModelConfig
 
 __all__ = ["Executor", "LaunchedStep"]
@@ -52,7 +54,7 @@ class Executor(abc.ABC):
         """Launch, and wait. Raises as they do."""
         return self.launch(plan).wait()
 
-    # ------------------ control: no step is in flight, except during `memory_info` and `stop_profile`
+    # ------------------ control: no step is in flight, except where it says so
 
     @abc.abstractmethod
     def move(self, weights: WeightsLocation, *, has_cache: bool) -> None:
@@ -69,18 +71,44 @@ class Executor(abc.ABC):
         """
 
     @abc.abstractmethod
-    def update_weights(self, folder: Path) -> None:
-        """Replace the weights on the device by those of a directory in Hugging Face form, of the same architecture. The
-        content of the KV cache still belongs to the old weights.
+    def update_weights(self, source: WeightSource) -> None:
+        """Replace the weights on the device by others of the same architecture. The content of the KV cache still
+        belongs to the old weights.
+
+        Args:
+            source: a directory in Hugging Face form; or files that have all weights together, of which those that were
+                staged are not read again.
 
         Raises:
-            EngineStartupError: the directory has no such weights; nothing has changed.
+            EngineStartupError: it has no such weights, or a file has another content by now; nothing has changed.
             DeviceLostError: the content of the device is unknown.
         """
 
     @abc.abstractmethod
+    def stage_weights(self, path: Path) -> str:
+        """Read a file with some of the weights into host memory, for an update to come. Returns its checksum. Steps may
+        be in flight.
+
+        Raises:
+            EngineStartupError: it cannot be read, or is not a safetensors file.
+        """
+
+    @abc.abstractmethod
+    def keep_staged(self, checksums: Collection[str]) -> None:
+        """Forget all files that were staged but these. Steps may be in flight."""
+
+    @abc.abstractmethod
+    def weights_checksum(self, prefix: str) -> str:
+        """A checksum of the weights whose names begin so. Steps may be in flight.
+
+        Raises:
+            InvalidRequestError: there are none, or the weights sleep.
+        """
+
+    @abc.abstractmethod
     def memory_info(self) -> dict[str, int]:
-        """Bytes that the weights and the KV cache take, and bytes that are free on the device."""
+        """Bytes that the weights and the KV cache take, and bytes that are free on the device. Steps may be in
+        flight."""
 
     @abc.abstractmethod
     def start_profile(self, folder: Path) -> None:
@@ -92,4 +120,5 @@ class Executor(abc.ABC):
 
     @abc.abstractmethod
     def stop_profile(self) -> str | None:
-        """Write the recording and return the file's path; None if nothing was recorded. Raises as `start_profile`."""
+        """Write the recording and return the file's path; None if nothing was recorded. Steps may be in flight. Raises
+        as `start_profile`."""

@@ -10,6 +10,7 @@ import math
 import platform
 import time
 import zlib
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,7 +25,8 @@ from trio_llm.engine.executor.fake_vectors import fake_vector
 from trio_llm.engine.sampling.logits_processors.bans import NOTHING_LEFT, banned_tokens
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.engine.scheduling.step import PooledVector, RowError, SampledToken, ScheduledChunk, StepPlan, StepResult
-from trio_llm.errors import NotSupportedError
+from trio_llm.engine.worker.weight_files import StagedFiles, WeightSource
+from trio_llm.errors import InvalidRequestError, NotSupportedError
 from trio_llm.pooling import PoolingParams
 from trio_llm.version import __version__
 from trio_llm.wire.messages import LogprobRow, ModelConfig
@@ -109,6 +111,7 @@ class FakeExecutor(Executor):
         self._memories: WeakKeyDictionary[Sequence, _Memory] = WeakKeyDictionary()
         self._weights = WeightsLocation.DEVICE
         self._has_cache = True
+        self._staged = StagedFiles(bool)
         self._first_digest = 0
         """Stands for the weights: all tokens and the content of the cache depend on it."""
         self._num_steps = 0
@@ -172,11 +175,28 @@ class FakeExecutor(Executor):
             self._blocks = [_Block() for _ in self._blocks]
         self._has_cache = has_cache
 
-    def update_weights(self, folder: Path) -> None:
-        """The folder's name stands for the weights in it: other names give other tokens."""
+    def update_weights(self, source: WeightSource) -> None:
+        """A folder's name stands for the weights in it, and checksums for those in files: other ones give other tokens.
+        All files that can be read fit."""
         assert self._weights is WeightsLocation.DEVICE, "weights are updated while they sleep"
-        self._first_digest = zlib.crc32(folder.name.encode())
+        if isinstance(source, Path):
+            self._first_digest = zlib.crc32(source.name.encode())
+        else:
+            self._staged.collect(source)
+            self._first_digest = zlib.crc32(" ".join(sorted(file.checksum for file in source)).encode())
         self._memories.clear()
+
+    def stage_weights(self, path: Path) -> str:
+        return self._staged.stage(path)
+
+    def keep_staged(self, checksums: Collection[str]) -> None:
+        self._staged.keep(checksums)
+
+    def weights_checksum(self, prefix: str) -> str:
+        """There is one weight, whose name is `weight`."""
+        if not "weight".startswith(prefix):
+            raise InvalidRequestError(f"the fake model has no weights whose names begin with {prefix!r}", "prefix")
+        return f"{self._first_digest:08x}"
 
     def memory_info(self) -> dict[str, int]:
         """There is no real memory: a token in the cache counts as one byte."""

@@ -7,6 +7,7 @@ and what sampler and pooler could make again from the sequences.
 from __future__ import annotations
 
 import platform
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -36,6 +37,7 @@ from trio_llm.engine.worker.pooler import PendingVectors, Pooler
 from trio_llm.engine.worker.profiling import Profiler
 from trio_llm.engine.worker.runner import StepRunner, StepTensors
 from trio_llm.engine.worker.system_limits import usable_cpus
+from trio_llm.engine.worker.weight_files import WeightSource
 from trio_llm.engine.worker.weights import WeightStore
 from trio_llm.errors import EngineStartupError
 from trio_llm.pooling import PoolingParams
@@ -159,8 +161,17 @@ class TorchExecutor(Executor):
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def update_weights(self, folder: Path) -> None:
-        self._weights.update(folder)
+    def update_weights(self, source: WeightSource) -> None:
+        self._weights.update(source)
+
+    def stage_weights(self, path: Path) -> str:
+        return self._weights.staged.stage(path)
+
+    def keep_staged(self, checksums: Collection[str]) -> None:
+        self._weights.staged.keep(checksums)
+
+    def weights_checksum(self, prefix: str) -> str:
+        return self._weights.checksum(prefix)
 
     def memory_info(self) -> dict[str, int]:
         free_bytes = free_memory_bytes(self._model.device)

@@ -97,11 +97,14 @@ class Model(Protocol):
         """
         ...
 
-    def read_weights(self, source: Path) -> Mapping[str, Tensor]:
-        """Read the weights of a directory with this very model: on the host, in the model's dtype, and with the names
-        and shapes of `weights`.
+    def read_weights(self, source: Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Read other weights of this very model: on the host, in the model's dtype, and with the names and shapes of
+        `weights`.
+
+        Args:
+            source: a directory with the model; or all tensors of a checkpoint, by their names in it.
 
         Raises:
-            EngineStartupError: the directory has no such weights; one line that names it.
+            EngineStartupError: there are no such weights; one line that names the directory or a tensor.
         """
         ...

@@ -21,6 +21,7 @@ from trio_llm.engine.models.paged_attention import AttentionSlot, LayerCall, att
 from trio_llm.engine.models.pretrained import (
     ModelKind,
     Pretrained,
+    build_module,
     check_same_model,
     first_line,
     read_pretrained,
@@ -97,7 +98,9 @@ class CausalLM:
     def logits(self, hidden: Tensor) -> Tensor:
         return self._head(hidden)
 
-    def read_weights(self, source: Path) -> Mapping[str, Tensor]:
+    def read_weights(self, source: Path | Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if not isinstance(source, Path):
+            return weights_of(build_module(self._loaded, source, dtype=self.kv_shape.dtype))
         check_same_model(self._loaded, source)
         dtype: Any = str(self.kv_shape.dtype).removeprefix("torch.")
         return weights_of(

@@ -5,10 +5,12 @@ Runs no code from the directory and reads no pickles. Used by the generic model 
 
 from __future__ import annotations
 
+import copy
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 import transformers
@@ -19,7 +21,16 @@ from trio_llm.config import DType
 from trio_llm.engine.models.paged_attention import ATTENTION_NAME, register
 from trio_llm.errors import EngineStartupError
 
-__all__ = ["ModelKind", "Pretrained", "check_same_model", "first_line", "read_pretrained", "refusal", "weights_of"]
+__all__ = [
+    "ModelKind",
+    "Pretrained",
+    "build_module",
+    "check_same_model",
+    "first_line",
+    "read_pretrained",
+    "refusal",
+    "weights_of",
+]
 
 _KNOWN_LAYERS = {"full_attention", "sliding_attention"}
 _BATCH_DEPENDENT_ROPE = {"dynamic", "longrope"}
@@ -92,6 +103,39 @@ def read_pretrained(model_dir: Path, *, dtype: DType, device: torch.device, kind
             f"MODEL {str(model_dir)!r} does not fit into the memory of {device}: {first_line(error)}"
         ) from error
     return Pretrained(module, kind, model_dir, fields)
+
+
+def build_module(ours: Pretrained, tensors: Mapping[str, Tensor], *, dtype: torch.dtype) -> nn.Module:
+    """A module of the same model with other weights, on the host.
+
+    Args:
+        tensors: of a checkpoint, by their names in it.
+
+    Raises:
+        EngineStartupError: some are missing, do not belong to the model, or have other shapes.
+    """
+    kind: Any = type(ours.module)
+    try:
+        module, report = kind.from_pretrained(
+            None,
+            config=copy.deepcopy(ours.module.config),
+            state_dict=dict(tensors),
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            ignore_mismatched_sizes=True,  # reported, and refused below
+            output_loading_info=True,
+        )
+    except Exception as error:
+        raise EngineStartupError(f"the weights do not fit the model: {first_line(error)}") from error
+    problems = {
+        "missing_keys": "are missing",
+        "unexpected_keys": "do not belong to the model",
+        "mismatched_keys": "have another shape than the model's",
+    }
+    for keys, what in problems.items():
+        if names := sorted(key if isinstance(key, str) else key[0] for key in report[keys]):
+            raise EngineStartupError(f"{len(names)} weights {what}, for example {names[0]}")
+    return cast(nn.Module, module)
 
 
 def weights_of(module: nn.Module) -> dict[str, Tensor]:

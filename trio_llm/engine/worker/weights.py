@@ -5,15 +5,19 @@ Used by the torch executor, between steps.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
+import safetensors.torch
 import torch
 from torch import Tensor
 
 from trio_llm.engine.device import DeviceLostError, WeightsLocation
 from trio_llm.engine.models.base import Model
-from trio_llm.errors import EngineStartupError
+from trio_llm.engine.worker.weight_files import StagedFiles, WeightFile, WeightSource
+from trio_llm.errors import EngineStartupError, InvalidRequestError
 
 __all__ = ["WeightStore"]
 
@@ -29,7 +33,9 @@ class WeightStore:
 
     def __init__(self, model: Model, source: Path) -> None:
         self._model = model
-        self._source = source
+        self._source: WeightSource = source
+        self.staged: Final = StagedFiles(safetensors.torch.load)
+        """Files of an update that is not complete."""
         self._place = WeightsLocation.DEVICE
         self._shapes = {name: tuple(tensor.shape) for name, tensor in model.weights.items()}
 
@@ -62,14 +68,13 @@ class WeightStore:
             tensor.data = moved[name]
         self._place = place
 
-    def update(self, source: Path) -> None:
-        """Take the weights of another directory. Ours must be on the device. All is read and checked before any is
-        changed.
+    def update(self, source: WeightSource) -> None:
+        """Take other weights. Ours must be on the device. All is read and checked before any is changed.
 
         They are read into host memory and written in place.
 
         Raises:
-            EngineStartupError: the directory does not have the weights of this model; nothing has changed.
+            EngineStartupError: the source does not have the weights of this model; nothing has changed.
             DeviceLostError: writing them failed.
         """
         assert self._place is WeightsLocation.DEVICE, "weights that are asleep cannot be updated"
@@ -84,13 +89,41 @@ class WeightStore:
             raise DeviceLostError(f"writing new weights failed half-way: {type(error).__name__}: {error}") from error
         self._source = source
 
-    def _read(self, source: Path) -> Mapping[str, Tensor]:
-        """The weights in a directory, which have our names and shapes."""
-        read = self._model.read_weights(source)
+    def checksum(self, prefix: str) -> str:
+        """BLAKE2b, 128 bits in hexadecimal, of the names and the content of all weights whose names begin so.
+
+        Raises:
+            InvalidRequestError: there are none, or they are dropped.
+        """
+        names = [name for name in sorted(self._model.weights) if name.startswith(prefix)]
+        if not names:
+            first = ", ".join(sorted(self._model.weights)[:3])
+            raise InvalidRequestError(f"no weights have names that begin with {prefix[:100]!r}, as {first}", "prefix")
+        if self._place is WeightsLocation.DROPPED:
+            raise InvalidRequestError("the weights are dropped; call wake_up with the tag weights first")
+        digest = hashlib.blake2b(digest_size=16)
+        for name in names:
+            digest.update(name.encode())
+            digest.update(self._model.weights[name].detach().reshape(-1).view(torch.uint8).cpu().numpy())
+        return digest.hexdigest()
+
+    def _read(self, source: WeightSource) -> Mapping[str, Tensor]:
+        """The weights of a source, which have our names and shapes."""
+        if isinstance(source, Path):
+            place, read = repr(str(source)), self._model.read_weights(source)
+        else:
+            place, read = "the files", self._model.read_weights(self._merge(source))
         shapes = {name: tuple(tensor.shape) for name, tensor in read.items()}
         for name in sorted(self._shapes.keys() | shapes.keys()):
             if (theirs := shapes.get(name)) != (ours := self._shapes.get(name)):
-                raise EngineStartupError(
-                    f"the weights in {str(source)!r} do not fit the model: {name} is {theirs}, not {ours}"
-                )
+                raise EngineStartupError(f"the weights in {place} do not fit the model: {name} is {theirs}, not {ours}")
         return read
+
+    def _merge(self, files: tuple[WeightFile, ...]) -> dict[str, Tensor]:
+        """All tensors of the files, by the names that a checkpoint gives them."""
+        merged: dict[str, Tensor] = {}
+        for file, tensors in zip(files, self.staged.collect(files), strict=True):
+            if twice := merged.keys() & tensors.keys():
+                raise EngineStartupError(f"{min(twice)} is in {str(file.path)!r} and in a file before it")
+            merged |= tensors
+        return merged

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import trio
@@ -50,16 +50,23 @@ class ControlCalls:
         await self._control.call("reset_prefix_cache")
 
     async def collective_rpc(
-        self, method: str, args: Sequence[PlainValue] = (), *, timeout_s: float | None = None
+        self,
+        method: str,
+        args: Sequence[PlainValue] = (),
+        kwargs: Mapping[str, PlainValue] | None = None,
+        *,
+        timeout_s: float | None = None,
     ) -> list[Any]:
-        if others := [value for value in args if not isinstance(value, PlainValue)]:
-            raise InvalidRequestError(f"args must be plain values, not {type(others[0]).__name__}", "args")
+        kwargs = {} if kwargs is None else kwargs
+        for name, values in (("args", list(args)), ("kwargs", [*kwargs.values()])):
+            if others := [value for value in values if not isinstance(value, PlainValue)]:
+                raise InvalidRequestError(f"{name} must be plain values, not {type(others[0]).__name__}", name)
         if timeout_s is not None and not 0 < timeout_s <= DAY_S:
             raise InvalidRequestError(
                 f"timeout must be above 0 and up to {DAY_S} seconds, not {quote(timeout_s)}", "timeout"
             )
         with trio.move_on_after(math.inf if timeout_s is None else timeout_s):
-            return await self._control.ask("collective_rpc", method, *args)
+            return await self._control.ask("collective_rpc", method, *args, kwargs=kwargs)
         raise RequestTimeoutError(f"the worker has not answered {method[:100]!r} within {timeout_s:g} seconds")
 
     async def start_profile(self) -> None:
@@ -69,5 +76,42 @@ class ControlCalls:
         paths = [str(path) for path in await self._control.call("stop_profile") if path is not None]
         return ", ".join(paths) or None
 
-    async def update_weights(self, path: str, *, version: str) -> None:
-        await self._control.call("update_weights", path, version)
+    async def init_weight_transfer_engine(self, init_info: Mapping[str, Any]) -> None:
+        directory = _only_field(init_info, "init_info", "directory")
+        await self._control.call("init_weight_transfer_engine", directory)
+
+    async def start_weight_update(self) -> None:
+        await self._control.call("start_weight_update")
+
+    async def update_weights(
+        self, path: str | None = None, *, version: str | None = None, update_info: Mapping[str, Any] | None = None
+    ) -> None:
+        if update_info is None:
+            await self._control.call("update_weights", path, version)
+            return
+        if path is not None or version is not None:
+            raise InvalidRequestError("update_info goes without path and version", "update_info")
+        files = _only_field(update_info, "update_info", "files")
+        if not isinstance(files, list | tuple) or not all(isinstance(file, str) for file in files):
+            raise InvalidRequestError("update_info.files must be a list of strings", "update_info.files")
+        await self._control.call("stage_weights", *files)
+
+    async def finish_weight_update(self, *, weight_version: str) -> None:
+        await self._control.call("prepare_weight_update")
+        if len({state.update_files for state in await self._control.fetch_states()}) > 1:
+            raise InvalidRequestError(
+                "the engines have read different files, since some were written meanwhile; send those again",
+                "update_info.files",
+            )
+        await self._control.call("finish_weight_update", weight_version)
+
+
+def _only_field(info: Mapping[str, Any], name: str, field: str) -> Any:
+    """The value of an object's one field.
+
+    Raises:
+        InvalidRequestError: it has other fields.
+    """
+    if not isinstance(info, Mapping) or set(info) != {field}:
+        raise InvalidRequestError(f"{name} must be an object with the one field {field}", name)
+    return info[field]

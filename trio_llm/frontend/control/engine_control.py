@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -21,19 +22,26 @@ from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavaila
 from trio_llm.frontend.control.engine import Engine, find_alive
 from trio_llm.frontend.control.state import ControlState
 from trio_llm.frontend.run_in_order import run_in_order
-from trio_llm.wire.messages import PlainValue
+from trio_llm.wire.messages import PlainValue, UtilityValue
 
 __all__ = ["Answer", "EngineControl", "MakeCall"]
 
 logger = logging.getLogger(__name__)
 
-Answer = PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]
+Answer = UtilityValue
 MakeCall = Callable[[str, tuple[PlainValue, ...]], Awaitable[list[Answer]]]
 """Makes one control call, of a method with arguments, on all engines, and keeps the states that they are in then."""
 
-_CHANGES_STATE: Final = frozenset({"sleep", "wake_up", "pause", "resume", "update_weights"})
+_CHANGES_STATE: Final = frozenset(
+    {"sleep", "wake_up", "pause", "resume", "update_weights"}
+    | {"init_weight_transfer_engine", "start_weight_update", "stage_weights"}
+    | {"prepare_weight_update", "finish_weight_update"}
+)
 """Methods that answer with the state that they leave."""
-_MAY_BE_SILENT: Final = frozenset({"sleep", "wake_up", "update_weights", "start_profile", "stop_profile"})
+_MAY_BE_SILENT: Final = frozenset(
+    {"sleep", "wake_up", "update_weights", "start_profile", "stop_profile"}
+    | {"stage_weights", "prepare_weight_update", "finish_weight_update"}
+)
 """Methods that may move or read weights, or write a trace: the engine may be silent for as long as a start takes. All
 others are answered at once, or while steps go on, so that an engine which hangs in one of them is found as ever."""
 _OPERATIONS: Final = {"sleep": "sleep", "wake_up": "wake"}
@@ -211,13 +219,18 @@ class EngineControl:
             raise fresh(job.error)
         return job.answers
 
-    async def ask(self, method: str, *args: PlainValue) -> list[Answer]:
+    async def ask(
+        self, method: str, *args: PlainValue, kwargs: Mapping[str, PlainValue] = MappingProxyType({})
+    ) -> list[Answer]:
         """As `call`, for a method that changes nothing: it does not wait for the calls before it.
+
+        Args:
+            kwargs: arguments by name.
 
         Cancellation: the answers are dropped.
         """
         self._check_ready()
-        calls = [partial(engine.utilities.call, method, *args) for engine in find_alive(self._engines)]
+        calls = [partial(engine.utilities.call, method, *args, kwargs=kwargs) for engine in find_alive(self._engines)]
         return await run_in_order(lambda make_call: make_call(), calls)
 
     async def check_health(self) -> None:

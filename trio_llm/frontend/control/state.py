@@ -28,6 +28,12 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
     weight_version: str = "default"
     weights_path: str | None = None
     """Directory of the weights of the last update; None: those that the engine was started with."""
+    weights_files: tuple[str, ...] = ()
+    """If they came in several files: each one's checksum, two spaces, and its name in that directory."""
+    transfer_directory: str | None = None
+    """Directory of the files of updates to come; None: not said yet."""
+    update_files: tuple[str, ...] | None = None
+    """Files of the update that is open, in the same form; None: none is."""
 
     @property
     def is_asleep(self) -> bool:
@@ -51,8 +57,13 @@ class ControlState(msgspec.Struct, frozen=True, gc=False):
         After a pause with the mode `abort` no request is left to abort: it is replayed as `keep`.
         """
         calls: list[tuple[str, list[PlainValue]]] = []
-        if self.weights_path is not None:
+        if self.weights_files:
+            calls.append(("restore_weights", [self.weights_path, self.weight_version, *self.weights_files]))
+        elif self.weights_path is not None:
             calls.append(("update_weights", [self.weights_path, self.weight_version]))
+        if self.transfer_directory is not None:
+            is_open = self.update_files is not None
+            calls.append(("restore_weight_update", [self.transfer_directory, is_open, *(self.update_files or ())]))
         if self.is_asleep:
             calls.append(("sleep", [self.sleep_level]))
             parts = {"weights": self.weights_asleep, "kv_cache": self.kv_cache_asleep}

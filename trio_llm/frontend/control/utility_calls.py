@@ -5,9 +5,10 @@ Owned by `Engine`. A call outlives an incarnation: the next one gets it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
+from types import MappingProxyType
 from typing import Protocol
 
 import trio
@@ -22,7 +23,7 @@ from trio_llm.errors import (
     fresh,
 )
 from trio_llm.wire.codec import decode_to_engine, encode
-from trio_llm.wire.messages import PlainValue, ToEngine, UtilityCall, UtilityResult
+from trio_llm.wire.messages import PlainValue, ToEngine, UtilityCall, UtilityResult, UtilityValue
 
 __all__ = ["EngineLink", "UtilityCalls"]
 
@@ -57,7 +58,7 @@ class _Waiting:
 def _error_of(answer: UtilityResult, text: str) -> Exception:
     match answer.error_kind:
         case "invalid":
-            return InvalidRequestError(text)
+            return InvalidRequestError(text, answer.error_param)
         case "unsupported":
             return NotSupportedError(text)
         case _:
@@ -72,13 +73,13 @@ def _error_of_deaths(waiting: _Waiting, reason: str) -> EngineGenerateError | En
     )
 
 
-def _check_has_form(method: str, args: Sequence[PlainValue]) -> None:
+def _check_has_form(call: UtilityCall) -> None:
     """Checked at once, also while there is no engine, so that the caller gets the error. A message that the engine
     cannot read is dropped there and never answered."""
     try:
-        decode_to_engine(encode(UtilityCall(0, method, list(args))))
+        decode_to_engine(encode(call))
     except CodecError as error:
-        raise InvalidRequestError(f"{method[:100]!r} cannot be sent to the engine: {error}") from error
+        raise InvalidRequestError(f"{call.method[:100]!r} cannot be sent to the engine: {error}") from error
 
 
 class UtilityCalls:
@@ -91,13 +92,18 @@ class UtilityCalls:
         self._dead_error: EngineDeadError | None = None
 
     async def call(
-        self, method: str, *args: PlainValue, max_deaths: int | None = None
-    ) -> PlainValue | Sequence[PlainValue] | Mapping[str, PlainValue]:
+        self,
+        method: str,
+        *args: PlainValue,
+        kwargs: Mapping[str, PlainValue] = MappingProxyType({}),
+        max_deaths: int | None = None,
+    ) -> UtilityValue:
         """Call a method of the engine and wait for its answer.
 
         If the engine dies meanwhile and another one is started, the call is made again there.
 
         Args:
+            kwargs: arguments by name.
             max_deaths: incarnations that may die before one answers. 1: the call is about this incarnation, and is not
                 made again; more: the call may be what they die of.
 
@@ -114,17 +120,17 @@ class UtilityCalls:
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._dead_error is not None:
             raise fresh(self._dead_error)
-        _check_has_form(method, args)
-        call_id = next(self._numbers)
+        call = UtilityCall(next(self._numbers), method, list(args), dict(kwargs))
+        _check_has_form(call)
         send, receive = trio.open_memory_channel[_Answer](1)
-        waiting = _Waiting(UtilityCall(call_id, method, list(args)), send, max_deaths)
-        self._waiting[call_id] = waiting
+        waiting = _Waiting(call, send, max_deaths)
+        self._waiting[call.call_id] = waiting
         try:
             if self._engine.is_up:
                 self._send(waiting)
             answer = await receive.receive()
         finally:
-            self._waiting.pop(call_id, None)
+            self._waiting.pop(call.call_id, None)
         if not isinstance(answer, UtilityResult):
             raise fresh(answer)
         if answer.error is not None:

@@ -7,7 +7,7 @@ that leaves does not stop what has begun. Used by the route table.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import msgspec
 from pydantic import ConfigDict, Field
@@ -23,6 +23,8 @@ from trio_llm.wire.messages import PlainValue
 __all__ = [
     "MAX_ARGS",
     "collective_rpc",
+    "finish_weight_update",
+    "init_weight_transfer_engine",
     "pause",
     "reset_prefix_cache",
     "resume",
@@ -30,6 +32,7 @@ __all__ = [
     "show_sleeping",
     "sleep",
     "start_profile",
+    "start_weight_update",
     "stop_profile",
     "update_weights",
     "wake_up",
@@ -37,6 +40,8 @@ __all__ = [
 
 MAX_ARGS: Final = 64
 """Arguments of a remote call."""
+
+Body = TypeVar("Body", bound=RequestBody)
 
 _LISTS: Final = ("tags",)
 """Parameters that may come several times."""
@@ -54,16 +59,59 @@ class RemoteCallBody(_ControlBody):
 
     method: str
     args: Annotated[list[PlainValue] | None, Field(max_length=MAX_ARGS)] = None
+    kwargs: Annotated[dict[str, PlainValue] | None, Field(max_length=MAX_ARGS)] = None
     timeout: float | None = None
     """Seconds."""
 
 
-class WeightsBody(_ControlBody):
-    """Weights to take from now on."""
+class InitInfo(_ControlBody):
+    """Where the files of weight updates are."""
 
-    path: str
+    directory: str = "."
     """From `--weights-root`."""
-    version: str
+
+
+class InitTransferBody(_ControlBody):
+    """What comes before the first update in several files."""
+
+    init_info: InitInfo = InitInfo()
+
+
+class StartUpdateBody(_ControlBody):
+    """The beginning of an update in several files."""
+
+    is_checkpoint_format: Literal[True] | None = None
+    """What vLLM's clients say if tensors have the names and shapes of a checkpoint. Here they must."""
+
+
+class UpdateInfo(_ControlBody):
+    """Some of the weights of the update that was begun."""
+
+    files: Annotated[list[str], Field(min_length=1)]
+    """From the directory of the updates."""
+
+
+class WeightsBody(_ControlBody):
+    """All weights to take from now on, or some of those of an update that was begun."""
+
+    path: str | None = None
+    """From `--weights-root`."""
+    version: str | None = None
+    update_info: UpdateInfo | None = None
+
+    def check_together(self) -> None:
+        if self.update_info is None:
+            for name, value in (("path", self.path), ("version", self.version)):
+                if value is None:
+                    raise InvalidRequestError(f"{name} is missing; send path and version, or update_info", name)
+        elif self.path is not None or self.version is not None:
+            raise InvalidRequestError("update_info goes without path and version", "update_info")
+
+
+class FinishUpdateBody(_ControlBody):
+    """The end of an update in several files."""
+
+    weight_version: str
 
 
 async def sleep(api: ApiContext, http: Request) -> Response:
@@ -118,9 +166,9 @@ async def reset_prefix_cache(api: ApiContext, http: Request) -> Response:
 
 
 async def collective_rpc(api: ApiContext, http: Request) -> Response:
-    """POST /collective_rpc with `method`, `args` and `timeout`."""
+    """POST /collective_rpc with `method`, `args`, `kwargs` and `timeout`."""
     body = await api.reader.read(http, RemoteCallBody)
-    results = await api.client.collective_rpc(body.method, body.args or [], timeout_s=body.timeout)
+    results = await api.client.collective_rpc(body.method, body.args or [], body.kwargs, timeout_s=body.timeout)
     return _json({"results": results})
 
 
@@ -138,13 +186,43 @@ async def stop_profile(api: ApiContext, http: Request) -> Response:
 
 
 async def update_weights(api: ApiContext, http: Request) -> Response:
-    """POST /update_weights with `path`, from `--weights-root`, and `version`."""
+    """POST /update_weights with `path`, from `--weights-root`, and `version`; or with `update_info`."""
     body = await api.reader.read(http, WeightsBody)
-    await api.client.update_weights(_below_root(api.config.weights_root, body.path), version=body.version)
+    if body.update_info is not None:
+        await api.client.update_weights(update_info={"files": body.update_info.files})
+    elif body.path is not None:
+        await api.client.update_weights(_below_root(api.config.weights_root, body.path, "path"), version=body.version)
     return _done()
 
 
-def _below_root(weights_root: str | None, path: str) -> str:
+async def init_weight_transfer_engine(api: ApiContext, http: Request) -> Response:
+    """POST /init_weight_transfer_engine with `init_info`, which may have a `directory` from `--weights-root`."""
+    body = await _read_or_default(api, http, InitTransferBody)
+    directory = _below_root(api.config.weights_root, body.init_info.directory, "init_info.directory")
+    await api.client.init_weight_transfer_engine({"directory": directory})
+    return _done()
+
+
+async def start_weight_update(api: ApiContext, http: Request) -> Response:
+    """POST /start_weight_update."""
+    await _read_or_default(api, http, StartUpdateBody)
+    await api.client.start_weight_update()
+    return _done()
+
+
+async def finish_weight_update(api: ApiContext, http: Request) -> Response:
+    """POST /finish_weight_update with `weight_version`."""
+    body = await api.reader.read(http, FinishUpdateBody)
+    await api.client.finish_weight_update(weight_version=body.weight_version)
+    return _done()
+
+
+async def _read_or_default(api: ApiContext, http: Request, model: type[Body]) -> Body:
+    """The body, in which everything may be left out; also all of it."""
+    return await api.reader.read(http, model) if await http.body() else model()
+
+
+def _below_root(weights_root: str | None, path: str, field: str) -> str:
     """The path with every link followed, which must not lead out of the root."""
     if weights_root is None:
         raise NotSupportedError("this server takes no weights; start it with --weights-root")
@@ -152,9 +230,9 @@ def _below_root(weights_root: str | None, path: str) -> str:
     try:
         found = (root / path).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # a loop of links (which is a RuntimeError), a NUL
-        raise InvalidRequestError("path is not a path", "path") from error
+        raise InvalidRequestError(f"{field} is not a path", field) from error
     if not found.is_relative_to(root):
-        raise InvalidRequestError("path leads out of --weights-root", "path")
+        raise InvalidRequestError(f"{field} leads out of --weights-root", field)
     return str(found)
 
 

@@ -158,4 +158,22 @@ ROUTES: Final[tuple[Route, ...]] = (
         method="POST", path="/stop_profile", handler=control.stop_profile, summary="Stop the engine's profiler"
     ),
     ControlRoute(method="POST", path="/update_weights", handler=control.update_weights, summary="Take new weights"),
+    ControlRoute(
+        method="POST",
+        path="/init_weight_transfer_engine",
+        handler=control.init_weight_transfer_engine,
+        summary="Say where new weights will be",
+    ),
+    ControlRoute(
+        method="POST",
+        path="/start_weight_update",
+        handler=control.start_weight_update,
+        summary="Begin to take new weights in several files",
+    ),
+    ControlRoute(
+        method="POST",
+        path="/finish_weight_update",
+        handler=control.finish_weight_update,
+        summary="Use the new weights of these files",
+    ),
 )
