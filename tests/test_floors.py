@@ -124,7 +124,8 @@ _FLOORS: Final = {
     ),
     "wire": 1,
     **dict.fromkeys(("frontend", "engine"), 2),
-    **dict.fromkeys(("client", "testing", "cli"), 3),
+    **dict.fromkeys(("client", "testing", "supervisor"), 3),
+    "cli": 4,
 }
 _SUB_ROOMS: Final = {
     "trio_llm.frontend": (

@@ -84,3 +84,4 @@ def test_the_numbers_of_the_page_are_the_codes() -> None:
     assert f"({MAX_PROMPT_LOGPROB_COST_CUDA // MAX_PROMPT_LOGPROB_COST} times as many on a GPU)" in text
     assert f"a hash of {len(hashes[0])} bytes" in text
     assert f"may be {max_unread} batches behind" in text
+    assert f"that is {config.credit_steps} messages behind has no *credit*" in text

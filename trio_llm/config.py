@@ -39,6 +39,7 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 MIN_STALL_TIMEOUT_S = 2.0
+MAX_API_SERVERS = 64
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 MAX_DATA_PARALLEL_SIZE = 1024
 DAY_S = 24 * 60 * 60
@@ -246,6 +247,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Seconds that running requests get after SIGTERM."""
     keep_alive_on_engine_death: bool = False
     """Keep answering, with errors, when the engine is gone, instead of ending."""
+    api_server_count: int = 1
+    """Front-end processes that share the address and the engines; above 1, a supervisor owns them all."""
     max_body_bytes: int = 16 * MIB
     body_timeout_s: float = 60.0
     """Seconds a client has to send its request body."""
@@ -276,6 +279,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.weights_root is not None and not (self.weights_root and Path(self.weights_root).is_dir()):
             raise ConfigError(f"--weights-root {self.weights_root!r} is not a directory; give one that exists")
         _check_seconds("--drain-timeout", self.drain_timeout_s, zero=True)
+        if not 1 <= self.api_server_count <= MAX_API_SERVERS:
+            raise ConfigError(f"--api-server-count must be from 1 to {MAX_API_SERVERS}, not {self.api_server_count}")
         _check_positive("--max-body-bytes", self.max_body_bytes)
         _check_seconds("--body-timeout", self.body_timeout_s)
         if not all(self.served_model_names):

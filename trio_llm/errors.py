@@ -11,6 +11,7 @@ Pure. Raised everywhere; `frontend/http/server/errors.py` is the one place that 
     │   └── BodyTooLargeError  413
     ├── NotSupportedError     501   the server's: this model or this build cannot do that
     ├── KVEventsLostError           a subscriber's: it read too slowly
+    ├── FrontEndDeadError           a front-end process died too often (--api-server-count)
     └── EngineError
         ├── EngineGenerateError 500 one request failed: its neighbours go on
         ├── EngineUnavailableError 503 loading, draining or asleep: a retry can help
@@ -35,6 +36,7 @@ __all__ = [
     "EngineGenerateError",
     "EngineStartupError",
     "EngineUnavailableError",
+    "FrontEndDeadError",
     "InvalidRequestError",
     "KVEventsLostError",
     "ModelNotFoundError",
@@ -132,6 +134,10 @@ class NotSupportedError(TrioLLMError):
 class KVEventsLostError(TrioLLMError):
     """A subscriber of KV events read too slowly. It got all events before this error, and gets none after it. Other
     subscribers go on."""
+
+
+class FrontEndDeadError(TrioLLMError):
+    """A front-end process under a supervisor died too often, or cannot be started. The message has the last reason."""
 
 
 class EngineError(TrioLLMError):

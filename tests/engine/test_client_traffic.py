@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -26,6 +27,8 @@ from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import NO_SAMPLING, Abort, Continue, EngineCoreOutput, EngineCoreRequest, UtilityCall
 
 INDEXES = (1, 2, 3)
+QUESTIONS: list[tuple[str | int | bool, ...]] = [("ping",), ("wait_paused",), ("reset_prefix_cache",)]
+CHANGES: list[tuple[str | int | bool, ...]] = [("sleep", 1), ("pause", "wait", False), ("pause", "keep", True)]
 EPOCH = 5
 
 
@@ -64,15 +67,23 @@ class Clients(RuleBasedStateMachine):
         """By number: the client, and whether it has its answer."""
 
     @initialize(
-        num_blocks=st.integers(2, 10),
+        num_blocks=st.integers(6, 16),
         max_num_seqs=st.integers(1, 4),
         more=st.integers(0, 12),
         credit_steps=st.integers(1, 4),
         keeps_cache=st.booleans(),
         run_ahead=st.integers(0, 1),
+        stopped=st.sets(st.sampled_from(INDEXES), max_size=2),
     )
     def start(
-        self, num_blocks: int, max_num_seqs: int, more: int, credit_steps: int, keeps_cache: bool, run_ahead: int
+        self,
+        num_blocks: int,
+        max_num_seqs: int,
+        more: int,
+        credit_steps: int,
+        keeps_cache: bool,
+        run_ahead: int,
+        stopped: set[int],
     ) -> None:
         config = EngineConfig(
             fake=FAKE,
@@ -91,6 +102,7 @@ class Clients(RuleBasedStateMachine):
         self.num_free = {0: credit_steps}
         for index in INDEXES:
             self.attach(index)
+        self.stopped = stopped
 
     @property
     def attached(self) -> list[int]:
@@ -103,17 +115,21 @@ class Clients(RuleBasedStateMachine):
 
     # ------------------------------------------------------------------------------------- clients
 
-    @rule(index=st.sampled_from(INDEXES))
+    @rule(index=st.sampled_from(INDEXES), is_replaced=st.booleans())
+    def come_or_go(self, index: int, is_replaced: bool) -> None:
+        if index not in self.clients.front_ends or is_replaced:
+            self.attach(index)
+        else:
+            self.detach(index)
+
     def attach(self, index: int) -> None:
         self.forget(index)
         self.clients.attach(index)
         self.num_free[index] = self.credit_steps + 1
 
-    @rule(index=st.sampled_from(INDEXES))
     def detach(self, index: int) -> None:
         self.forget(index)
-        if index in self.clients.front_ends:
-            self.clients.detach(index)
+        self.clients.detach(index)
         self.clients.core._scheduler.check()
 
     def forget(self, index: int) -> None:
@@ -122,14 +138,12 @@ class Clients(RuleBasedStateMachine):
         self.stopped.discard(index)
 
     @rule(index=st.sampled_from((0, *INDEXES)))
-    def stop(self, index: int) -> None:
-        if index in self.clients.front_ends:
+    def stop_or_go_on(self, index: int) -> None:
+        if index in self.stopped:
+            self.stopped.remove(index)
+            self.acknowledge()
+        elif index in self.clients.front_ends:
             self.stopped.add(index)
-
-    @rule(index=st.sampled_from((0, *INDEXES)))
-    def go_on_taking(self, index: int) -> None:
-        self.stopped.discard(index)
-        self.acknowledge()
 
     def acknowledge(self) -> None:
         for index in self.attached:
@@ -159,16 +173,21 @@ class Clients(RuleBasedStateMachine):
         priority: int,
         patience_s: int | None,
     ) -> None:
-        if index not in self.clients.front_ends:
-            return
-        prompt = prompt[: self.max_len - 1]
-        answer = self.answer(prompt, params)
-        name = self.name(Asked(index, prompt, answer, history=prompt + answer))
         deadline_s = None if is_session else patience_s
-        self.send(
-            index,
-            EngineCoreRequest(name, prompt, params, priority=priority, resumable=is_session, deadline_s=deadline_s),
-        )
+        self.add_answer(index, prompt, params, priority=priority, resumable=is_session, deadline_s=deadline_s)
+
+    def add_answer(self, index: int, prompt: list[int], params: SamplingParams, **fields: Any) -> None:
+        if index in self.clients.front_ends:
+            prompt = prompt[: self.max_len - 1]
+            answer = self.answer(prompt, params)
+            name = self.name(Asked(index, prompt, answer, history=prompt + answer))
+            self.send(index, EngineCoreRequest(name, prompt, params, **fields))
+
+    @rule(indexes=st.lists(st.sampled_from((0, *INDEXES)), min_size=2), prompt=prompts, max_tokens=st.integers(5, 30))
+    def add_some(self, indexes: list[int], prompt: list[int], max_tokens: int) -> None:
+        """Long answers for several clients."""
+        for index in indexes:
+            self.add_answer(index, prompt, SamplingParams(max_tokens=max_tokens, seed=index))
 
     @rule(index=st.sampled_from(INDEXES), prompt=prompts, kind=st.sampled_from(["last", "mean"]))
     def add_pooling(self, index: int, prompt: list[int], kind: PoolingKind) -> None:
@@ -209,18 +228,14 @@ class Clients(RuleBasedStateMachine):
             asked.is_aborted = True
             self.send(asked.index, Abort([name]))
 
-    @rule(index=st.sampled_from((0, *INDEXES)), method=st.sampled_from(["ping", "wait_paused", "reset_prefix_cache"]))
-    def ask(self, index: int, method: str) -> None:
+    @rule(index=st.sampled_from((0, *INDEXES)), call=st.sampled_from(QUESTIONS + CHANGES))
+    def ask(self, index: int, call: tuple[str | int | bool, ...]) -> None:
         if index in self.clients.front_ends:
-            self.call(index, method)
-
-    @rule(
-        call=st.sampled_from(
-            [("sleep", 1), ("wake_up",), ("pause", "wait", False), ("pause", "keep", True), ("resume",)]
-        )
-    )
-    def control(self, call: tuple[str | int | bool, ...]) -> None:
-        self.call(0, *call)
+            self.call(index, *call)
+            if call in CHANGES:  # a long pause or sleep would leave little to see
+                self.run_steps(2)
+                self.call(0, "wake_up")
+                self.call(0, "resume")
 
     def call(self, index: int, method: str | int | bool, *args: str | int | bool) -> None:
         self.num_calls += 1
@@ -233,8 +248,11 @@ class Clients(RuleBasedStateMachine):
     def time_passes(self, seconds: int) -> None:
         self.now_s += seconds
 
-    @rule(count=st.integers(1, 8))
+    @rule(count=st.integers(1, 20))
     def steps(self, count: int) -> None:
+        self.run_steps(count)
+
+    def run_steps(self, count: int) -> None:
         for _ in range(count):
             self.step()
 
@@ -314,5 +332,5 @@ class Clients(RuleBasedStateMachine):
         assert clients._owners == {}
 
 
-Clients.TestCase.settings = settings(max_examples=80, stateful_step_count=50, deadline=None)
+Clients.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
 TestClients = Clients.TestCase

@@ -127,9 +127,10 @@ def test_what_was_ready_to_be_sent_to_a_client_goes_nowhere_once_it_is_detached(
 
 def test_another_incarnation_begins_with_nothing_of_the_one_before() -> None:
     clients = clients_of(1)
-    clients.send(1, UtilityCall(1, "pause", ["wait", False]), UtilityCall(2, "wait_paused"))
     clients.send(1, a_request("old", max_tokens=99, output_token_ids=[1]))
+    clients.send(1, UtilityCall(1, "pause", ["wait", False]), UtilityCall(2, "wait_paused"))
     clients.turn()
+    assert [result.call_id for result in clients[1].results] == [1]
 
     clients.attach(1)
     clients.send(0, UtilityCall(3, "resume"))
@@ -299,6 +300,20 @@ def test_a_prompt_that_was_begun_when_its_client_lost_its_credit_does_not_expire
     assert len(clients[1].rows_of("begun")) == 3
 
 
+def test_the_next_input_of_a_session_waits_for_credit() -> None:
+    clients = clients_of(1, 2, credit_steps=3)
+    clients.send(1, a_request("session", resumable=True, max_tokens=3))
+    clients.send(2, a_request("other", max_tokens=60))
+    clients.run(acknowledging=(0, 2))
+    clients.send(1, Continue("session", [5], PARAMS))
+    clients.run(acknowledging=(0, 2))
+    assert [row.start for row in clients[1].rows] == [0, 1, 2]
+
+    clients.run()
+
+    assert [row.start for row in clients[1].rows] == [0, 1, 2, 3, 4, 5]
+
+
 @pytest.mark.parametrize("run_ahead", [0, 1])
 def test_aborts_without_credit_are_confirmed_at_once_behind_the_tokens_that_wait(run_ahead: int) -> None:
     clients = clients_of(1, 2, credit_steps=3, run_ahead=run_ahead)
@@ -328,10 +343,9 @@ def test_tokens_that_wait_for_credit_carry_the_version_of_the_weights_that_made_
 
     alone = answer_alone(a_request("r", max_tokens=8))
     tokens = clients[1].tokens_of("r")
-    num_old = sum(version == "default" for version in versions.values())
-    assert 0 < num_old < 8
-    assert tokens[:num_old] == alone[:num_old]
-    assert tokens[num_old:] != alone[num_old:]
+    assert versions == {start: "default" if start < 2 else "new" for start in range(8)}
+    assert tokens[:2] == alone[:2]
+    assert tokens[2:] != alone[2:]
 
 
 def test_pausing_until_the_end_waits_for_sequences_of_a_client_without_credit() -> None:

@@ -57,6 +57,8 @@ def test_running_requests_go_on_with_the_new_weights_from_the_finish_on(run_ahea
 
     assert old == undisturbed(LONG)[: len(old)]
     assert len(old) > 5
+    of_old = [message for message in engine.messages if message.weight_version == "default"]
+    assert [token_id for message in of_old for row in message.outputs for token_id in row.new_token_ids] == old
     assert tokens(engine)[: len(old)] == old
     assert tokens(engine) != undisturbed(LONG)
     assert len(tokens(engine)) == 30
@@ -223,6 +225,19 @@ def test_a_new_incarnation_goes_on_with_an_update_that_is_open(tmp_path: Path) -
         engine.ask("finish_weight_update", "v2")
         engine.send(LONG)
     assert tokens(old) == tokens(new) != undisturbed(LONG)
+
+
+def test_an_engine_can_be_brought_back_to_before_an_update(tmp_path: Path) -> None:
+    one, two = parts(tmp_path, 1, 2)
+    engine = an_open_engine(tmp_path, one)
+    before = engine.ask("control_state")
+    engine.ask("stage_weights", two)
+
+    assert engine.ask("restore_weight_update", str(tmp_path), True, *before["update_files"]) == before
+    executor: Any = engine.core._executor
+    assert len(executor._staged._by_checksum) == 1
+    assert engine.ask("restore_weight_update", None, False) == an_engine().ask("control_state")
+    assert not executor._staged._by_checksum
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     host: options.Host = _SERVER.host,
     port: options.Port = _SERVER.port,
     allow_unauthenticated: options.AllowUnauthenticated = _SERVER.allow_unauthenticated,
+    api_server_count: options.APIServerCount = _SERVER.api_server_count,
     max_body_bytes: options.MaxBodyBytes = _SERVER.max_body_bytes,
     body_timeout_s: options.BodyTimeout = _SERVER.body_timeout_s,
     sse_keep_alive_interval_s: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,

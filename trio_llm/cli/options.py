@@ -185,6 +185,16 @@ AllowUnauthenticated = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+APIServerCount = Annotated[
+    int,
+    typer.Option(
+        "--api-server-count",
+        metavar="N",
+        help="Front-end processes that share the address and the engines: for many streams on a machine with many "
+        "cores. One that dies is started again.",
+        rich_help_panel=_SERVER,
+    ),
+]
 MaxBodyBytes = Annotated[
     int,
     typer.Option(

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from collections.abc import Sequence
 from functools import partial
-from typing import Final, TextIO
+from typing import Final, Protocol, TextIO
 
 import trio
 
@@ -18,19 +19,22 @@ from trio_llm.cli.output import make_output_lenient
 from trio_llm.cli.progress import open_progress
 from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import ConfigError
-from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.gc_tuning import tune_gc
 from trio_llm.frontend.http.model_names import model_names
 from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.http.server.listeners import Listeners, open_listeners
 from trio_llm.frontend.http.server.signals import hard_exit_after, stop_on_signals
-from trio_llm.frontend.open_llm import open_llm
+from trio_llm.frontend.open_llm import make_cores, open_llm
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.supervisor.shared_load import create_load_file
+from trio_llm.supervisor.supervisor import Supervisor
+from trio_llm.wire.messages import ModelConfig
 
-__all__ = ["run_server", "serve_engine"]
+__all__ = ["run_server", "serve_engine", "supervise"]
 
 _REFRESH_S: Final = 0.1
 """Seconds between two updates of the start-up display."""
@@ -58,7 +62,10 @@ def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str) ->
     logging.getLogger("trio_llm.hypercorn").setLevel(logging.WARNING)
     try:
         with open_listeners(server) as listeners:
-            trio.run(partial(serve_engine, engine, server, listeners=listeners))
+            if server.api_server_count > 1:
+                trio.run(partial(supervise, engine, server, listeners=listeners, log_level=log_level))
+            else:
+                trio.run(partial(serve_engine, engine, server, listeners=listeners))
     finally:
         hard_exit_after(0)
     return 0
@@ -95,19 +102,64 @@ async def serve_engine(engine: EngineConfig, server: ServerConfig, *, listeners:
             urls = await nursery.start(run_http)
             await _show_start_up(llm, sys.stderr)
             tune_gc()
-            elapsed_s = llm.status.elapsed_s
-            text = banner(llm.model_config, name=name, urls=urls, elapsed_s=elapsed_s, asked_len=engine.max_model_len)
-            print(text, flush=True)
+            _print_banner(llm.model_config, engine, server, urls=urls, elapsed_s=llm.status.elapsed_s)
 
 
-async def _show_start_up(llm: AsyncLLM, stream: TextIO) -> None:
-    """Return when the engine is ready. Cancellation: safe. Raises: EngineStartupError."""
+async def supervise(engine: EngineConfig, server: ServerConfig, *, listeners: Listeners, log_level: str) -> None:
+    """Start the engines and `server.api_server_count` front-end processes, and run them until a signal or a death.
+
+    Cancellation: ends all of them; takes up to about four seconds.
+
+    Raises: as `run_server`, and FrontEndDeadError if a front end dies too often.
+    """
+    stop = trio.Event()
+    supervisor = Supervisor(
+        make_cores(engine),
+        engine,
+        server,
+        listener_fds=[one.fileno() for one in listeners.sockets],
+        load_fd=create_load_file(server.api_server_count),
+        log_level=log_level,
+    )
+    with unwrap_single():
+        async with trio.open_nursery() as nursery:
+
+            async def run() -> None:
+                await supervisor.run(stop)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(stop_on_signals, stop)
+            nursery.start_soon(_end_in_time, stop, server.drain_timeout_s)
+            nursery.start_soon(run)
+            await _show_start_up(supervisor, sys.stderr)
+            elapsed_s = supervisor.status.elapsed_s
+            _print_banner(supervisor.model, engine, server, urls=listeners.urls, elapsed_s=elapsed_s)
+
+
+class _Starting(Protocol):
+    """What is started: an engine with its front end, or a supervisor."""
+
+    @property
+    def status(self) -> EngineStatus: ...
+
+    async def wait_until_ready(self) -> None: ...
+
+
+async def _show_start_up(what: _Starting, stream: TextIO) -> None:
+    """Return when it is ready. Cancellation: safe. Raises: EngineStartupError."""
     with open_progress(stream) as view:
         while True:
-            view.update(llm.status)
+            view.update(what.status)
             with trio.move_on_after(_REFRESH_S):
-                await llm.wait_until_ready()
+                await what.wait_until_ready()
                 return
+
+
+def _print_banner(
+    model: ModelConfig, engine: EngineConfig, server: ServerConfig, *, urls: Sequence[str], elapsed_s: float
+) -> None:
+    name = model_names(engine, server)[0]
+    print(banner(model, name=name, urls=urls, elapsed_s=elapsed_s, asked_len=engine.max_model_len), flush=True)
 
 
 async def _end_in_time(stop: trio.Event, drain_timeout_s: float) -> None:

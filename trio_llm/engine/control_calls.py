@@ -18,12 +18,11 @@ from trio_llm.engine.weight_transfer import WeightTransfer
 from trio_llm.errors import EngineStartupError, InvalidRequestError, NotSupportedError
 from trio_llm.wire.messages import EngineCoreOutput, PlainValue, StateValue, UtilityCall, UtilityResult, UtilityValue
 
-__all__ = ["BETWEEN_STEPS", "ControlCalls"]
+__all__ = ["BETWEEN_STEPS", "REPLACE_WEIGHTS", "ControlCalls"]
 
-BETWEEN_STEPS: Final = frozenset(
-    {"sleep", "wake_up", "pause", "resume", "start_profile"}
-    | {"update_weights", "finish_weight_update", "restore_weights"}
-)
+REPLACE_WEIGHTS: Final = frozenset({"update_weights", "finish_weight_update", "restore_weights"})
+"""Methods after which tokens are computed by other weights."""
+BETWEEN_STEPS: Final = frozenset({"sleep", "wake_up", "pause", "resume", "start_profile"} | REPLACE_WEIGHTS)
 """Methods that are called only while no step is in flight."""
 
 

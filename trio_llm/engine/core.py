@@ -12,7 +12,7 @@ import msgspec
 
 from trio_llm.config import EngineConfig
 from trio_llm.engine.clients import OWNER, Addressed, Clients
-from trio_llm.engine.control_calls import BETWEEN_STEPS, ControlCalls
+from trio_llm.engine.control_calls import BETWEEN_STEPS, REPLACE_WEIGHTS, ControlCalls
 from trio_llm.engine.executor.base import Executor
 from trio_llm.engine.request_checks import find_input_problem, find_request_problem
 from trio_llm.engine.scheduling.block_hash import salted
@@ -305,7 +305,7 @@ class EngineCore:
     def _call(self, call: UtilityCall, client_index: int) -> None:
         if call.method in BETWEEN_STEPS:
             self._clients.add_rows(self._pipeline.drain())
-        if call.method == "update_weights":
+        if call.method in REPLACE_WEIGHTS:
             # Tokens that wait were computed by the old weights, and their messages must say so.
             self._sealed += self._seal(self._stats(), without_credit=True)
         for caller, result in self._control_calls.call(call, client_index):

@@ -63,7 +63,7 @@ class EngineLink:
 
     def __init__(self, boot: EngineBoot) -> None:
         self._context = zmq.Context()
-        self._identity = engine_identity(boot.engine_index)
+        self._identity = engine_identity(boot.engine_index, boot.epoch)
         self._clients: dict[int, _ClientSockets] = {}
         self._poller = zmq.Poller()
         self._indexes: dict[zmq.Socket[bytes], int] = {}

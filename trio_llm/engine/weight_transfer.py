@@ -133,13 +133,17 @@ class WeightTransfer:
         return self._state.describe()
 
     def restore_update(self, directory: PlainValue, is_open: PlainValue, *lines: PlainValue) -> State:
-        """Bring a new incarnation to where the one before was with an update. Its files are read when it is finished.
+        """Bring an engine to where it, or the incarnation before, was with an update. Files that it has not read are
+        read when the update is finished.
 
         Args:
+            directory: None: none was said yet.
             lines: as in `EngineControlState.describe`.
         """
-        self._state.transfer_directory = str(directory)
-        self._state.update_files = _parse_lines(lines) if is_open else None
+        files = _parse_lines(lines)
+        self._keep_staged(files)
+        self._state.transfer_directory = None if directory is None else str(directory)
+        self._state.update_files = files if is_open else None
         return self._state.describe()
 
     def _open_files(self) -> dict[str, str]:

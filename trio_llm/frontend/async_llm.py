@@ -33,7 +33,7 @@ from trio_llm.frontend.library.library import LibraryCalls
 from trio_llm.frontend.loaded_model import LoadedModel, describe_model, load_model
 from trio_llm.frontend.output_handler import OutputHandler
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits
+from trio_llm.frontend.requests.admission import AdmissionLedger, AdmissionLimits, LoadOfOthers
 from trio_llm.frontend.requests.balancing import Balancer
 from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
@@ -57,7 +57,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     Args:
         cores: the ways to the engines, at least one; all run the same model.
-        make_call: as `EngineGroup`.
+        make_call, load_of_others: as `EngineGroup` and `AdmissionLedger`, for one of several front ends.
     """
 
     def __init__(
@@ -68,14 +68,16 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         *,
         keep_alive_on_engine_death: bool,
         make_call: MakeCall | None = None,
+        load_of_others: LoadOfOthers | None = None,
     ) -> None:
         self.config = config
         self._keep_alive = keep_alive_on_engine_death
         self._group = EngineGroup(cores, config, self._check_ready, make_call=make_call)
         self._engines = self._group.engines
         self._recorder = open_recorder(config, stat_loggers, num_engines=len(cores))
-        ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection)
-        self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=Balancer.of(config))
+        ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection, others=load_of_others)
+        balancer = Balancer.of(config, num_engines=len(cores))
+        self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=balancer)
         self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = self._group.control
         self._control.observe = self._recorder.operation
@@ -109,6 +111,11 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         if self._model is None:
             raise self._group.make_not_ready_error()
         return self._model
+
+    @property
+    def engines(self) -> Sequence[Engine]:
+        """The engines, for the owner of this object."""
+        return self._engines
 
     # -------------------------------------------------------------------------------------- requests
 

@@ -20,7 +20,7 @@ from trio_llm.frontend.core_client.restarting import RestartingClient
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.statistics.stats import StatLoggerSource
 
-__all__ = ["open_llm", "open_llm_over", "open_tasks"]
+__all__ = ["make_cores", "open_llm", "open_llm_over", "open_tasks"]
 
 
 @asynccontextmanager
@@ -50,10 +50,18 @@ async def open_llm(
     """
     if not isinstance(config, EngineConfig):
         config = EngineConfig(model=config)
-    cores = [_make_core(config, config.first_rank + index) for index in range(config.num_local_engines)]
-    llm = AsyncLLM(cores, config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
+    llm = AsyncLLM(make_cores(config), config, stat_loggers, keep_alive_on_engine_death=keep_alive_on_engine_death)
     async with open_tasks(llm, wait_until_ready=wait_until_ready):
         yield llm
+
+
+def make_cores(config: EngineConfig) -> list[CoreClient]:
+    """The core clients of the engines that `config` asks for. Nothing is started yet.
+
+    Raises:
+        EngineStartupError: the sockets cannot be made.
+    """
+    return [_make_core(config, config.first_rank + index) for index in range(config.num_local_engines)]
 
 
 def _make_core(config: EngineConfig, rank: int) -> CoreClient:

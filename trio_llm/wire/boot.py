@@ -31,9 +31,9 @@ class EngineBoot(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The front end's PULL: what the engine writes."""
 
 
-def engine_identity(engine_index: int) -> bytes:
-    """The two bytes by which the front end's ROUTER knows an engine."""
-    return engine_index.to_bytes(2, "little")
+def engine_identity(engine_index: int, epoch: int) -> bytes:
+    """The six bytes by which a front end's ROUTER knows an incarnation of an engine."""
+    return engine_index.to_bytes(2, "little") + epoch.to_bytes(4, "little")
 
 
 def encode_boot(boot: EngineBoot) -> bytes:

@@ -167,7 +167,7 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     """Index of the first of `new_token_ids` among the request's generated tokens."""
     new_token_ids: list[int]
     logprobs: list[LogprobRow] | None = None
-    """One for each token, if asked for."""
+    """One a token, if asked for."""
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
     """The stop token that ended it."""

@@ -28,7 +28,7 @@ boot = msgspec.msgpack.decode(document)
 epoch = boot["epoch"]
 context = zmq.Context()
 dealer, push = context.socket(zmq.DEALER), context.socket(zmq.PUSH)
-dealer.identity = boot["engine_index"].to_bytes(2, "little")
+dealer.identity = boot["engine_index"].to_bytes(2, "little") + boot["epoch"].to_bytes(4, "little")
 dealer.connect(boot["input_address"])
 push.connect(boot["output_address"])
 

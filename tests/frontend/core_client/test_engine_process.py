@@ -34,7 +34,7 @@ async def started(code: str) -> AsyncIterator[EngineProcess]:
 async def run_to_its_end(code: str) -> EngineProcess:
     """Relays what it prints until it is gone."""
     async with started(code) as process:
-        await process.relay_stderr()
+        await process.relay_output()
         await process.wait_exit()
         return process
 
@@ -192,7 +192,7 @@ async def test_the_reason_has_the_last_three_lines_that_say_something_each_cut_a
     )
     async with started(code) as process:
         with trio.fail_after(LIMIT_S):
-            await process.relay_stderr()
+            await process.relay_output()
             await process.wait_exit()
 
         assert process.exit_description == (

@@ -29,10 +29,11 @@ from trio_llm.wire.messages import (
     Progress,
     Ready,
     ToEngine,
+    UtilityCall,
     UtilityResult,
 )
 
-__all__ = ["Engine", "EngineListener", "find_alive"]
+__all__ = ["Engine", "EngineListener", "SupervisedEngine", "find_alive"]
 
 logger = logging.getLogger(__name__)
 
@@ -226,13 +227,16 @@ class Engine:
         self.model = model
         self.monitor.mark_ready()
         # The control state comes before any request. Calls that wait come after: one may ask for the end of what runs.
-        replay = self.control_state.replay()
+        replay = self._make_replay()
         self._num_replayed = len(replay)
         for call in replay:
             self.core.send_nowait(call)
         for listener in self.listeners:
             listener.on_ready(self)
         self.utilities.resend()
+
+    def _make_replay(self) -> list[UtilityCall]:
+        return self.control_state.replay()
 
     def _lose(self, reason: str) -> None:
         self._num_replayed = 0
@@ -258,6 +262,13 @@ class Engine:
         if result.error is not None:
             # Requests must not go on with, say, other weights than they began with.
             self.core.kill(f"a new engine could not be brought to where the dead one was: {result.error}")
+
+
+class SupervisedEngine(Engine):
+    """An engine that a supervisor owns. The supervisor brings each incarnation to where the one before was."""
+
+    def _make_replay(self) -> list[UtilityCall]:
+        return []
 
 
 def find_alive(engines: Sequence[Engine]) -> list[Engine]:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from types import MappingProxyType
 from typing import Final
 
@@ -19,6 +17,7 @@ import msgspec
 import trio
 
 from trio_llm.errors import EngineDeadError, EngineGenerateError, EngineUnavailableError, TrioLLMError, fresh
+from trio_llm.frontend.control.bring_back import bring_back
 from trio_llm.frontend.control.engine import Engine, find_alive
 from trio_llm.frontend.control.state import ControlState
 from trio_llm.frontend.run_in_order import run_in_order
@@ -48,6 +47,9 @@ _OPERATIONS: Final = {"sleep": "sleep", "wake_up": "wake"}
 """Methods that are observed, and what they are called then."""
 _DESCRIBE: Final = "control_state"
 """The method that only answers with it."""
+_EMPTY: Final = "reset_prefix_cache"
+_BEGIN_PROFILE: Final = "start_profile"
+_END_PROFILE: Final = "stop_profile"
 _MAX_DEATHS: Final = 2
 """A call that so many incarnations died of is not made again."""
 
@@ -139,59 +141,67 @@ class EngineControl:
                 self.observe(operation, trio.current_time() - began_s)
 
     async def _call_engines(self, method: str, args: tuple[PlainValue, ...]) -> list[Answer]:
-        changes_state = method in _CHANGES_STATE
-        try:
-            answers = await self._call_each(method, *args, max_deaths=_MAX_DEATHS)
-        except TrioLLMError as error:
-            # Half of what was asked for may be done.
-            if changes_state and not isinstance(error, EngineDeadError):
-                with suppress(TrioLLMError):  # the next caller gets the error
-                    await self._call_each(_DESCRIBE)
-            raise
-        if changes_state:
+        """Make a call on all engines. If one fails, all are brought back to where they were, or killed."""
+        engines = find_alive(self._engines)
+        states = [engine.control_state for engine in engines]
+        results = await self._call_each(engines, method, args)
+        failed = [
+            engine for engine in engines if isinstance(results[engine.index], TrioLLMError) and not engine.is_dead
+        ]
+        if failed and method == _EMPTY and len(failed) < len(find_alive(engines)):
+            for engine in failed:  # the cache of its next incarnation is empty, as that of the others now is
+                engine.kill(f"its prefix cache could not be emptied: {results[engine.index]}")
+                del results[engine.index]
+        elif failed and method in _CHANGES_STATE:
+            await self._bring_back(engines, states)
+        elif failed and method == _BEGIN_PROFILE:
+            await self._call_each([engine for engine in engines if engine not in failed], _END_PROFILE)
+        answers = _take_answers(results)
+        if method in _CHANGES_STATE:
             logger.info("%s: the engine is %s", method, self.state.describe())
         return answers
 
-    async def _call_each(self, method: str, *args: PlainValue, max_deaths: int | None = None) -> list[Answer]:
-        """Call a method of every engine that is not dead for good, all at the same time, and keep the states that they
-        answer with. Returns the answers in the order of the engines; one that dies for good meanwhile gives none.
+    async def _bring_back(self, engines: Sequence[Engine], states: Sequence[ControlState]) -> None:
+        """A call has failed: half of what was asked for may be done, on any of the engines.
+
+        A single engine stays where it is: then its state is known here, and no other one has to be like it.
+        """
+        await self._call_each(engines, _DESCRIBE)
+        if len(find_alive(engines)) > 1:
+            async with trio.open_nursery() as nursery:
+                for engine, state in zip(engines, states, strict=True):
+                    nursery.start_soon(bring_back, engine, state)
+
+    async def _call_each(
+        self, engines: Sequence[Engine], method: str, args: tuple[PlainValue, ...] = ()
+    ) -> dict[int, Answer | TrioLLMError]:
+        """Call a method of engines, all at the same time, and keep the states that they answer with. Returns what each
+        answers, or why it does not, by its index.
 
         Cancellation: as `UtilityCalls.call`.
-
-        Raises:
-            EngineDeadError: all engines are dead for good.
-            TrioLLMError: as `UtilityCalls.call`; the first engine's error if several fail. All have answered or failed.
         """
-        engines = find_alive(self._engines)
         results: dict[int, Answer | TrioLLMError] = {}
 
         async def call(engine: Engine) -> None:
             num_silent = int(method in _MAY_BE_SILENT)
             engine.num_control_calls += num_silent
             try:
-                answer = results[engine.index] = await engine.utilities.call(method, *args, max_deaths=max_deaths)
+                answer = await engine.utilities.call(method, *args, max_deaths=_MAX_DEATHS)
                 if method in _CHANGES_STATE or method == _DESCRIBE:
                     engine.control_state = _read(answer)
+                results[engine.index] = answer
             except TrioLLMError as error:
                 results[engine.index] = error
             finally:
                 engine.num_control_calls -= num_silent
 
-        first, *others = engines
-        if others:
-            async with trio.open_nursery() as nursery:
-                for engine in engines:
-                    nursery.start_soon(call, engine)
-        else:
-            await call(first)
-        answers: list[Answer] = []
-        for engine in engines:
-            result = results[engine.index]
-            if not isinstance(result, TrioLLMError):
-                answers.append(result)
-            elif not isinstance(result, EngineDeadError) or find_alive(engines)[0].is_dead:
-                raise result
-        return answers
+        if len(engines) == 1:
+            await call(engines[0])
+            return results
+        async with trio.open_nursery() as nursery:
+            for engine in engines:
+                nursery.start_soon(call, engine)
+        return {engine.index: results[engine.index] for engine in engines}
 
     async def call(self, method: str, *args: PlainValue) -> list[Answer]:
         """Have a call made when those before it are over, and wait for its answers, one per engine.
@@ -230,8 +240,15 @@ class EngineControl:
         Cancellation: the answers are dropped.
         """
         self._check_ready()
-        calls = [partial(engine.utilities.call, method, *args, kwargs=kwargs) for engine in find_alive(self._engines)]
-        return await run_in_order(lambda make_call: make_call(), calls)
+
+        async def call(engine: Engine) -> Answer | TrioLLMError:
+            try:
+                return await engine.utilities.call(method, *args, kwargs=kwargs)
+            except EngineDeadError as error:
+                return error
+
+        engines = find_alive(self._engines)
+        return _take_answers(dict(enumerate(await run_in_order(call, engines))))
 
     async def check_health(self) -> None:
         """Return if all engines that are up answer, or are busy and go on; see `Engine.check_health`.
@@ -249,6 +266,21 @@ class EngineControl:
         Not kept: by the time that this task gets its turn, a call may have changed it.
         """
         return [_read(answer) for answer in await self.ask(_DESCRIBE)]
+
+
+def _take_answers(results: Mapping[int, Answer | TrioLLMError]) -> list[Answer]:
+    """The answers of the engines. One that has died for good meanwhile gives none.
+
+    Raises:
+        EngineDeadError: all engines are dead for good.
+        TrioLLMError: the first engine's error if several have failed.
+    """
+    answers = [result for result in results.values() if not isinstance(result, TrioLLMError)]
+    errors = [result for result in results.values() if isinstance(result, TrioLLMError)]
+    others = [error for error in errors if not isinstance(error, EngineDeadError)]
+    if others or not answers:
+        raise (others or errors)[0]
+    return answers
 
 
 def _read(answer: Answer) -> ControlState:

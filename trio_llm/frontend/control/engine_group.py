@@ -11,7 +11,7 @@ import trio
 
 from trio_llm.config import EngineConfig
 from trio_llm.errors import EngineDeadError
-from trio_llm.frontend.control.engine import Engine, EngineListener, find_alive
+from trio_llm.frontend.control.engine import Engine, EngineListener, SupervisedEngine, find_alive
 from trio_llm.frontend.control.engine_control import EngineControl, MakeCall
 from trio_llm.frontend.control.status import EngineStatus, pick_best
 from trio_llm.frontend.core_client.base import CoreClient
@@ -25,7 +25,8 @@ class EngineGroup:
     Args:
         cores: the ways to the engines, at least one; all run the same model.
         check_ready: raises what stands against any control call, such as a model that is still loading.
-        make_call: who makes control calls; None: this group, on each of its engines.
+        make_call: makes control calls in a supervisor, which owns the engines; None: this group owns them, and makes
+            the calls.
     """
 
     def __init__(
@@ -36,7 +37,8 @@ class EngineGroup:
         *,
         make_call: MakeCall | None = None,
     ) -> None:
-        self.engines = [Engine(index, core, config) for index, core in enumerate(cores)]
+        make_engine = Engine if make_call is None else SupervisedEngine
+        self.engines = [make_engine(index, core, config) for index, core in enumerate(cores)]
         self.control = EngineControl(self.engines, check_ready, make_call=make_call)
 
     def listen(self, *listeners: EngineListener) -> None:

@@ -94,7 +94,7 @@ class OneEngineClient:
                 raise EngineStartupError(self._kill_reason) from error
             try:
                 async with trio.open_nursery() as nursery:
-                    nursery.start_soon(process.relay_stderr)
+                    nursery.start_soon(process.relay_output)
                     nursery.start_soon(self._send_outbox)
                     nursery.start_soon(self._remove_folder_when_connected)
                     nursery.start_soon(self._kill_after_last_words)
@@ -174,7 +174,7 @@ class OneEngineClient:
         # The engine's first frame: from now on the ROUTER knows its identity.
         await self._sockets.to_engine.recv_multipart()
         self._has_input_peer.set()
-        identity = engine_identity(self._engine_index)
+        identity = engine_identity(self._engine_index, self._epoch)
         while True:
             for frame in await self._outbox.take():
                 try:

@@ -44,6 +44,11 @@ class Outbox:
         frames, self._frames = self._frames, []
         return frames
 
+    def clear(self) -> None:
+        """Drop all frames: they were for an incarnation that is dead."""
+        self._frames.clear()
+        self._aborted_ids.clear()
+
     def _flush_aborts(self) -> None:
         if self._aborted_ids:
             self._frames.append(encode(Abort(self._aborted_ids)))

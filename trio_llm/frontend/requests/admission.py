@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from trio_llm.config import EngineConfig
 from trio_llm.errors import InvalidRequestError, OverloadedError, QueuedTokensError, QueueFullError
 
-__all__ = ["AdmissionLedger", "AdmissionLimits", "find_overload"]
+__all__ = ["AdmissionLedger", "AdmissionLimits", "LoadOfOthers", "find_overload"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,16 +63,42 @@ def find_overload(
     return None
 
 
+class LoadOfOthers(Protocol):
+    """What other front ends of the same engines have. The limits are for all of them together."""
+
+    @property
+    def num_requests(self) -> int:
+        """Their unfinished requests."""
+        ...
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of their requests that have no first token yet."""
+        ...
+
+    def publish(self, num_requests: int, num_tokens: int) -> None:
+        """Let them know what this front end has."""
+        ...
+
+
 class AdmissionLedger:
     """Counts what is unfinished: from its registration until the engine has confirmed its end.
 
     Args:
         on_rejection: is called with the reason of each refusal.
+        others: other front ends; None: there are none.
     """
 
-    def __init__(self, limits: AdmissionLimits, on_rejection: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        limits: AdmissionLimits,
+        on_rejection: Callable[[str], None] = lambda _: None,
+        *,
+        others: LoadOfOthers | None = None,
+    ) -> None:
         self._limits = limits
         self._on_rejection = on_rejection
+        self._others = others
         self._prefills: dict[Hashable, int] = {}
         """Per unfinished request: its prompt tokens until its first token has come, then 0."""
         self._num_tokens = 0
@@ -95,10 +122,11 @@ class AdmissionLedger:
             OverloadedError: it must not.
             InvalidRequestError: it never could.
         """
+        others = self._others
         overload = find_overload(
             self._limits,
-            num_requests=self.num_requests,
-            num_tokens=self.num_tokens,
+            num_requests=self.num_requests + (0 if others is None else others.num_requests),
+            num_tokens=self.num_tokens + (0 if others is None else others.num_tokens),
             count=count,
             num_prompt_tokens=num_prompt_tokens,
         )
@@ -110,6 +138,7 @@ class AdmissionLedger:
         """One choice of a request was registered."""
         self.remove(request)
         self._count(request, num_prompt_tokens)
+        self._publish()
 
     def queue_input(self, session: Hashable, num_tokens: int, on_admitted: Callable[[], None]) -> None:
         """Ask for room for an unfinished session's next input; `on_admitted` is called when there is, now or later.
@@ -122,18 +151,21 @@ class AdmissionLedger:
         self._inputs.pop(session, None)
         self._inputs[session] = (num_tokens, on_admitted)
         self._admit_inputs()
+        self._publish()
 
     def prefill_done(self, request: Hashable) -> None:
         """The prompt of a request is computed. Harmless if it was before, or if the request is gone."""
         if self._prefills.get(request):
             self._count(request, 0)
             self._admit_inputs()
+            self._publish()
 
     def remove(self, request: Hashable) -> None:
         """A request is over. Harmless if it was not counted."""
         self._inputs.pop(request, None)
         self._num_tokens -= self._prefills.pop(request, 0)
         self._admit_inputs()
+        self._publish()
 
     def check_counts(self, requests: Iterable[Hashable]) -> None:
         """Assert that exactly these unfinished requests are counted, and no input that waits is counted twice."""
@@ -145,6 +177,10 @@ class AdmissionLedger:
     def _count(self, request: Hashable, num_tokens: int) -> None:
         self._num_tokens += num_tokens - self._prefills.get(request, 0)
         self._prefills[request] = num_tokens
+
+    def _publish(self) -> None:
+        if self._others is not None:
+            self._others.publish(self.num_requests, self.num_tokens)
 
     def _admit_inputs(self) -> None:
         limit = self._limits.max_num_queued_tokens

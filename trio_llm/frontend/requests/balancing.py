@@ -110,12 +110,21 @@ class Balancer:
         num_front_ends: how many share the engines. All of them see the same late reports and correct for them at the
             same time, so each does its part alone: with the whole correction each, engines would swing from idle to
             busy.
+        front_end_index: of this one among them. Of engines that have as little to do, each begins with another one.
     """
 
     def __init__(
-        self, num_engines: int, *, prefix_affinity: bool = True, first_rank: int = 0, num_front_ends: int = 1
+        self,
+        num_engines: int,
+        *,
+        prefix_affinity: bool = True,
+        first_rank: int = 0,
+        num_front_ends: int = 1,
+        front_end_index: int = 0,
     ) -> None:
         self._ranks = range(first_rank, first_rank + num_engines)
+        self._order = [(front_end_index + offset) % num_engines for offset in range(num_engines)]
+        """Which engine comes first of those with equal work."""
         self._prefix_affinity = prefix_affinity and num_engines > 1
         self._num_front_ends = num_front_ends
         self._engines_of_beginning: _Table[int, int] = _Table(_MAX_BEGINNINGS)
@@ -123,9 +132,9 @@ class Balancer:
         self._engine_of_session: _Table[str, int] = _Table(_MAX_SESSIONS)
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Balancer:
+    def of(cls, config: EngineConfig, *, num_engines: int) -> Balancer:
         return cls(
-            config.num_local_engines,
+            num_engines,
             prefix_affinity=config.enable_prefix_affinity and config.enable_prefix_caching,
             first_rank=config.first_rank,
         )
@@ -195,7 +204,7 @@ class Balancer:
     def _choose(
         self, loads: Sequence[EngineLoad], session_id: str | None, beginnings: Sequence[tuple[int, int]]
     ) -> int:
-        candidates = _find_best(loads)
+        candidates = self._find_best(loads)
         works = {index: loads[index].own_work + loads[index].others_work / self._num_front_ends for index in candidates}
         last = None if session_id is None else self._engine_of_session.get(session_id)
         if last is not None and last in works:
@@ -210,6 +219,14 @@ class Balancer:
                 return nearest if works[nearest] <= bound else least
         return least
 
+    def _find_best(self, loads: Sequence[EngineLoad]) -> list[int]:
+        """The engines that are up, else those that are started again, else all."""
+        return (
+            [index for index in self._order if loads[index].is_up and not loads[index].is_dead]
+            or [index for index in self._order if not loads[index].is_dead]
+            or self._order
+        )
+
 
 def hash_beginnings(token_ids: Sequence[int], cache_salt: str | None) -> list[tuple[int, int]]:
     """Hashes of beginnings of a prompt, each with its number of tokens, the shortest first.
@@ -222,12 +239,3 @@ def hash_beginnings(token_ids: Sequence[int], cache_salt: str | None) -> list[tu
         beginnings.append((hash((cache_salt, *token_ids[:num_tokens])), num_tokens))
         num_tokens *= 2
     return beginnings
-
-
-def _find_best(loads: Sequence[EngineLoad]) -> list[int]:
-    """The engines that are up, else those that are started again, else all."""
-    return (
-        [index for index, load in enumerate(loads) if load.is_up and not load.is_dead]
-        or [index for index, load in enumerate(loads) if not load.is_dead]
-        or list(range(len(loads)))
-    )

@@ -1,0 +1,108 @@
+"""A front-end process under a supervisor: `python -m trio_llm.supervisor.front_end DESCRIPTOR`.
+
+The descriptor is this end of the socket pair to the supervisor. Its end is the order to end at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import signal
+import socket
+import sys
+from contextlib import suppress
+from functools import partial
+from typing import Final
+
+import trio
+
+from trio_llm.errors import EngineDeadError, TrioLLMError
+from trio_llm.frontend.async_llm import AsyncLLM
+from trio_llm.frontend.exception_groups import unwrap_single
+from trio_llm.frontend.gc_tuning import tune_gc
+from trio_llm.frontend.http.model_names import model_names
+from trio_llm.frontend.http.serve import serve
+from trio_llm.frontend.http.server.listeners import Listeners
+from trio_llm.frontend.open_llm import open_tasks
+from trio_llm.frontend.requests.admission import LoadOfOthers
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.supervisor.channel import Channel
+from trio_llm.supervisor.messages import Boot, ToFrontEnd, decode_to_front_end
+from trio_llm.supervisor.shared_load import SharedLoad
+from trio_llm.supervisor.supervisor_link import SupervisorLink
+
+__all__ = ["main", "run_front_end"]
+
+_PR_SET_PDEATHSIG: Final = 1
+"""From linux/prctl.h."""
+
+
+def main() -> int:
+    """Serve until the supervisor stops or ends this process. Returns the exit code."""
+    # Die with the supervisor, and leave the terminal's signals to it.
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    end = socket.socket(fileno=int(sys.argv[1]))
+    try:
+        trio.run(_serve_supervisor, end)
+    except TrioLLMError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 1
+    return 0
+
+
+async def _serve_supervisor(end: socket.socket) -> None:
+    end.setblocking(False)
+    channel = Channel(trio.SocketStream(trio.socket.from_stdlib_socket(end)), decode_to_front_end)
+    boot = await channel.receive()
+    if not isinstance(boot, Boot):
+        return  # the supervisor has gone already
+    logging.basicConfig(level=boot.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("trio_llm.hypercorn").setLevel(logging.WARNING)
+    listeners = Listeners(tuple(socket.socket(fileno=fd) for fd in boot.listener_fds))
+    with SharedLoad(boot.load_fd, boot.client_index - 1) as load:
+        await run_front_end(channel, boot, listeners, load)
+
+
+async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Listeners, load: LoadOfOthers) -> None:
+    """Serve `boot.server` over the supervisor's engines, until it says stop, or is gone.
+
+    Cancellation: connections are closed, and their requests aborted.
+
+    Raises:
+        EngineStartupError: the sockets for the engines cannot be made.
+        EngineDeadError: all engines are dead for good.
+    """
+    link = SupervisorLink(channel, boot)
+    has_stats = not boot.engine.disable_log_stats
+    metrics = PrometheusStatLogger(model_names(boot.engine, boot.server)[0], has_engine_stats=has_stats)
+    llm = AsyncLLM(
+        link.cores,
+        boot.engine,
+        [metrics] if has_stats else [],
+        keep_alive_on_engine_death=boot.server.keep_alive_on_engine_death,
+        make_call=link.make_call,
+        load_of_others=load,
+    )
+    with unwrap_single():
+        async with trio.open_nursery() as nursery, open_tasks(llm, wait_until_ready=False):
+            nursery.start_soon(channel.run)
+
+            async def follow_supervisor() -> None:
+                await link.run(llm.engines)
+                nursery.cancel_scope.cancel(reason="the supervisor is gone")
+
+            nursery.start_soon(follow_supervisor)
+            run_http = partial(serve, llm, boot.server, metrics=metrics, listeners=listeners, stop=link.stop)
+            async with trio.open_nursery() as http:
+                await http.start(run_http)
+                with suppress(EngineDeadError):  # `serve` ends for it
+                    await llm.wait_until_ready()
+                    tune_gc()
+                    link.report_serving()
+            nursery.cancel_scope.cancel(reason="the server has stopped")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

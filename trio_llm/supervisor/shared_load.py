@@ -1,0 +1,85 @@
+"""SharedLoad: what each front end has unfinished, in memory that all of them see, so that limits hold for all together.
+
+A table of int64 in an anonymous file: two per front end, which only that front end writes. The supervisor makes the
+file, and clears the place of a front end that has died.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from types import TracebackType
+from typing import Final
+
+__all__ = ["SharedLoad", "create_load_file"]
+
+_NUM_COUNTS: Final = 2
+"""Requests, prompt tokens."""
+_COUNT_BYTES: Final = 8
+
+
+def create_load_file(num_front_ends: int) -> int:
+    """The descriptor of a new table of zeros. The caller closes it.
+
+    Raises:
+        OSError: there is no memory for it.
+    """
+    fd = os.memfd_create("trio_llm-load", os.MFD_CLOEXEC)
+    try:
+        os.ftruncate(fd, num_front_ends * _NUM_COUNTS * _COUNT_BYTES)
+    except OSError:
+        os.close(fd)
+        raise
+    return fd
+
+
+class SharedLoad:
+    """The table as one process sees it. Implements `LoadOfOthers`. A context manager that unmaps the table.
+
+    Two front ends that admit requests in the very same moment may go over a limit together, by what both admit then.
+
+    Args:
+        fd: from `create_load_file`; it may be closed afterwards.
+        place: which front end this is, from 0; None: none of them.
+    """
+
+    def __init__(self, fd: int, place: int | None = None) -> None:
+        self._map = mmap.mmap(fd, 0)
+        self._counts = memoryview(self._map).cast("q")
+        self._place = place
+
+    def __enter__(self) -> SharedLoad:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._counts.release()
+        self._map.close()
+
+    @property
+    def num_requests(self) -> int:
+        """Unfinished requests of the other front ends."""
+        return self._sum_of_others(0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens of the other front ends' requests that have no first token."""
+        return self._sum_of_others(1)
+
+    def publish(self, num_requests: int, num_tokens: int) -> None:
+        """Let the others see what this front end has."""
+        assert self._place is not None
+        start = self._place * _NUM_COUNTS
+        self._counts[start] = num_requests
+        self._counts[start + 1] = num_tokens
+
+    def clear(self, place: int) -> None:
+        """A front end is gone, and all its requests with it."""
+        start = place * _NUM_COUNTS
+        for index in range(start, start + _NUM_COUNTS):
+            self._counts[index] = 0
+
+    def _sum_of_others(self, which: int) -> int:
+        total = sum(self._counts[which::_NUM_COUNTS])
+        return total if self._place is None else total - self._counts[self._place * _NUM_COUNTS + which]
