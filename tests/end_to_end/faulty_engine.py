@@ -25,11 +25,11 @@ class LosingLink(EngineLink):
 
     loses_next = False
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, client_index: int, message: FromEngine) -> None:
         if LosingLink.loses_next and isinstance(message, EngineCoreOutputs) and message.outputs:
             LosingLink.loses_next = False
             return
-        super().send(message)
+        super().send(client_index, message)
 
 
 def fail(*_: object) -> None:

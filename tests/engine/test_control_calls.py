@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.engine.test_core import a_core, a_request, run
+from tests.support.one_client import step, take_answers
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.device import DeviceLostError, WeightsLocation
@@ -36,9 +37,9 @@ class Engine:
 
     def step(self, count: int = 1) -> None:
         for _ in range(count):
-            for answer in self.core.take_answers():
+            for answer in take_answers(self.core):
                 self.take(answer)
-            if outputs := self.core.step():
+            if outputs := step(self.core):
                 self.take(outputs)
 
     def take(self, outputs: EngineCoreOutputs) -> None:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.one_client import step, take_answers
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.fake import load_fake
@@ -67,8 +68,8 @@ def a_pooling_request(
 
 def turn(core: EngineCore) -> list[EngineCoreOutputs]:
     """What the loop sends in one turn."""
-    answers = core.take_answers()
-    outputs = core.step()
+    answers = take_answers(core)
+    outputs = step(core)
     return answers if outputs is None else [*answers, outputs]
 
 
@@ -124,7 +125,7 @@ def test_an_abort_while_two_steps_are_in_flight_frees_everything() -> None:
     core = a_core(run_ahead=1)
     core.handle(a_request(prompt=[1] * 40, max_tokens=50))
     for _ in range(6):
-        core.step()
+        step(core)
 
     rows = run(core, Abort(["r"]))
 
@@ -147,7 +148,7 @@ def test_kv_events_go_out_with_the_step_that_makes_them_also_when_it_has_no_rows
     for kv_events in (False, True):
         core = a_core(kv_events=kv_events)
         core.handle(a_request(prompt=[1] * 70, max_tokens=1))
-        outputs = [core.step() for _ in range(5)]
+        outputs = [step(core) for _ in range(5)]
         # 16 tokens a step; the blocks have 32.
         sent[kv_events] = [(i, len(o.kv_events)) for i, o in enumerate(outputs) if o is not None]
         assert not core.is_busy
@@ -155,17 +156,35 @@ def test_kv_events_go_out_with_the_step_that_makes_them_also_when_it_has_no_rows
     assert sent == {False: [(4, 0)], True: [(1, 1), (3, 1), (4, 0)]}
 
 
-def test_kv_events_go_out_without_credit_too() -> None:
+def a_core_without_credit() -> EngineCore:
     core = a_core(kv_events=True, credit_steps=1)
-    run(core, a_request(prompt=[1] * 40, max_tokens=1))
+    run(core, a_request(prompt=[1] * 16, max_tokens=1))
     assert not core.has_credit
+    return core
+
+
+def test_kv_events_wait_for_credit() -> None:
+    core = a_core_without_credit()
     core._scheduler.reset_prefix_cache()
 
+    assert not core.is_busy
+    assert turn(core) == []
+    core.handle(Ack(1))
     assert core.is_busy
-    outputs = core.step()
+    (outputs,) = turn(core)
 
-    assert outputs is not None
-    assert AllBlocksCleared() in outputs.kv_events
+    assert outputs.kv_events == [AllBlocksCleared()]
+    assert not core.is_busy
+
+
+def test_kv_events_that_wait_go_out_with_an_answer_which_needs_no_credit() -> None:
+    core = a_core_without_credit()
+    core.handle(UtilityCall(1, "reset_prefix_cache"))
+
+    (outputs,) = turn(core)
+
+    assert [result.call_id for result in outputs.utility_results] == [1]
+    assert outputs.kv_events == [AllBlocksCleared()]
     assert not core.is_busy
 
 
@@ -173,7 +192,7 @@ def test_messages_carry_the_epoch_and_a_count() -> None:
     core = a_core()
     core.handle(a_request())
 
-    sent = [core.step() for _ in range(3)]
+    sent = [step(core) for _ in range(3)]
 
     assert [(o.epoch, o.step) for o in sent if o] == [(3, 1), (3, 2), (3, 3)]
 
@@ -226,17 +245,17 @@ def test_every_abort_is_confirmed_also_that_of_an_unknown_id() -> None:
 def test_without_credit_no_token_is_computed_and_confirmations_still_go_out() -> None:
     core = a_core(credit_steps=2)
     core.handle(a_request(max_tokens=10))
-    assert core.step()
-    assert core.step()
+    assert step(core)
+    assert step(core)
 
     assert not core.is_busy
-    assert core.step() is None
+    assert step(core) is None
     core.handle(Abort(["unknown"]))
     (answer,) = turn(core)
     assert [row.request_id for row in answer.outputs] == ["unknown"]
     core.handle(Ack(3))
     assert core.is_busy
-    rows = core.step()
+    rows = step(core)
     assert isinstance(rows, EngineCoreOutputs)
     assert rows.outputs[0].start == 2
 
@@ -246,9 +265,9 @@ def test_an_ack_of_messages_that_were_never_sent_gives_no_credit() -> None:
     core.handle(Ack(2**60))
     core.handle(a_request(max_tokens=10))
 
-    assert core.step()
-    assert core.step()
-    assert core.step() is None
+    assert step(core)
+    assert step(core)
+    assert step(core) is None
 
 
 @pytest.mark.parametrize("call", [UtilityCall(7, "no_such_method"), UtilityCall(7, "ping", [1, 2, 3])])
@@ -256,7 +275,7 @@ def test_a_call_that_fails_is_answered_and_the_engine_goes_on(call: UtilityCall)
     core = a_core()
     core.handle(call)
 
-    (outputs,) = core.take_answers()
+    (outputs,) = take_answers(core)
 
     (result,) = outputs.utility_results
     assert (result.call_id, result.error is None) == (7, False)
@@ -270,7 +289,7 @@ def test_a_deadline_counts_from_arrival_and_drops_what_still_waits() -> None:
     core.handle(a_request("in time", deadline_s=50.0))
     now_s = 106.0
 
-    (outputs,) = core.take_answers()
+    (outputs,) = take_answers(core)
 
     errors = [row.request_id for row in outputs.outputs if row.finish_reason == "error"]
     assert errors == ["late"]
@@ -311,7 +330,7 @@ def test_no_mix_of_messages_ends_the_engine_or_leaks_a_block(messages: list[Any]
     run(core, Abort(["a", "b", "c"]))
 
     core.handle(UtilityCall(99, "check_scheduler"))
-    (outputs,) = core.take_answers()
+    (outputs,) = take_answers(core)
     assert outputs.utility_results[-1].value == {
         "num_running": 0,
         "num_waiting": 0,
@@ -376,7 +395,7 @@ def test_an_input_that_the_front_end_should_have_refused_ends_its_session_alone(
 def test_an_input_before_the_answer_is_over_ends_its_session_alone() -> None:
     core = a_core()
     core.handle(a_request(resumable=True))
-    core.step()
+    step(core)
 
     (row,) = run(core, Continue("r", [1], PARAMS))
 
@@ -442,3 +461,82 @@ def test_a_row_that_fails_ends_its_pooling_request_alone() -> None:
 
     assert {row.request_id: row.finish_reason for row in rows} == {"bad": "error", "good": "stop", "r": "length"}
     assert [row.request_id for row in rows if row.pooled] == ["good"]
+
+
+# ------------------------------------------------------------------------------------- statistics
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_first_and_the_last_row_tell_how_long_a_request_waited_for_its_turn() -> None:
+    clock = Clock()
+    core = a_core(clock=clock)
+    rows: list[EngineCoreOutput] = []
+    for index in range(5):  # four run at a time
+        core.handle(a_request(str(index)))
+    while core.is_busy:
+        clock.now_s += 1.5
+        rows += [row for message in turn(core) for row in message.outputs]
+
+    queued = {(row.request_id, row.start): row.queued_s for row in rows}
+    assert [queued["0", start] for start in range(3)] == [1.5, None, 1.5]
+    assert [queued["4", start] for start in range(3)] == [6.0, None, 6.0]
+
+
+def test_a_request_that_was_not_begun_has_no_time_in_the_queue() -> None:
+    core = a_core()
+
+    (row,) = run(core, a_request(), Abort(["r"]))
+
+    assert (row.finish_reason, row.queued_s) == ("abort", None)
+
+
+def test_the_last_row_tells_how_often_a_request_was_preempted() -> None:
+    core = a_core()
+    core.handle(a_request())
+    turn(core)
+    core.handle(UtilityCall(1, "sleep", [1]))
+
+    rows = run(core, UtilityCall(2, "wake_up"))
+
+    assert [row.num_preemptions for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_the_last_statistics_before_an_engine_idles_are_those_of_an_idle_engine(run_ahead: int) -> None:
+    core = a_core(run_ahead=run_ahead)
+    core.handle(a_request(max_tokens=100))
+    turn(core)
+    core.handle(Abort(["r"]))
+
+    messages = [message for _ in range(5) for message in turn(core)]
+
+    assert not core.is_busy
+    assert messages[-1].stats is not None
+    assert messages[-1].stats.num_running == 0
+    assert messages[-1].stats.num_free_blocks == messages[-1].stats.num_blocks
+
+
+def test_statistics_tell_sleep_and_what_must_wait() -> None:
+    core = a_core()
+    core.handle(UtilityCall(1, "pause", ["wait", False]))
+    core.handle(a_request())
+    (paused,) = turn(core)
+    core.handle(UtilityCall(2, "sleep", [2]))
+    (asleep,) = turn(core)
+    core.handle(UtilityCall(3, "wake_up"))
+    core.handle(UtilityCall(4, "resume"))
+    awake = turn(core)[-1]
+
+    assert paused.stats is not None
+    assert asleep.stats is not None
+    assert awake.stats is not None
+    assert (paused.stats.num_waiting, paused.stats.num_deferred, paused.stats.sleep_level) == (1, 1, 0)
+    assert (asleep.stats.num_deferred, asleep.stats.sleep_level) == (1, 2)
+    assert (awake.stats.num_deferred, awake.stats.sleep_level) == (0, 0)

@@ -61,7 +61,7 @@ def received(link: EngineLink, count: int) -> list[ToEngine]:
     """So many messages, in as many turns as it takes."""
     messages: list[ToEngine] = []
     for _ in range(1000):
-        messages += link.receive(LIMIT_S / 100)
+        messages += [message for _, message in link.receive(LIMIT_S / 100)]
         if len(messages) >= count:
             return messages
     raise AssertionError(f"only {len(messages)} messages came")
@@ -93,8 +93,8 @@ def test_receiving_without_time_to_wait_returns_at_once_when_there_is_nothing(li
 
 def test_closing_hands_over_the_last_message(front_end: FrontEnd) -> None:
     link = EngineLink(front_end.boot)
-    link.send(Heartbeat(1))
-    link.send(EngineDead(1, "the reason"))
+    link.send(0, Heartbeat(1))
+    link.send(0, EngineDead(1, "the reason"))
     link.close()
 
     assert [decode_from_engine(front_end.pull.recv()) for _ in range(2)] == [Heartbeat(1), EngineDead(1, "the reason")]

@@ -10,11 +10,13 @@ import pytest
 from tests.support.clocked_executor import Clock, ClockedExecutor
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
-from trio_llm.engine.loop import HEARTBEAT_INTERVAL_S, run_loop
+from trio_llm.engine.loop import run_loop
+from trio_llm.engine.outbox import HEARTBEAT_INTERVAL_S
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import (
     Abort,
     Ack,
+    AttachClient,
     EngineCoreOutputs,
     EngineCoreRequest,
     FromEngine,
@@ -42,19 +44,26 @@ class ScriptedLink:
         self._turns = iter(turns)
         self._turn_s = turn_s
 
-    def receive(self, timeout_s: float) -> list[ToEngine]:
+    def receive(self, timeout_s: float) -> list[tuple[int, ToEngine]]:
         self.waits_s.append(timeout_s)
         messages = next(self._turns, None)
         if messages is None:
             raise ScriptIsOver
         self.clock.now_s += self._turn_s if messages else max(timeout_s, self._turn_s)
-        return messages
+        return [(0, message) for message in messages]
 
-    def send(self, message: FromEngine) -> None:
+    def send(self, client_index: int, message: FromEngine) -> None:
+        assert client_index == 0
         self.sent.append((self.clock.now_s, message))
         if isinstance(message, EngineCoreOutputs):
             self.events += [f"answer {result.call_id}" for result in message.utility_results]
             self.events += [f"{row.request_id} {row.finish_reason or 'token'}" for row in message.outputs]
+
+    def attach(self, client: AttachClient) -> None:
+        raise AssertionError("no client comes")
+
+    def detach(self, client_index: int) -> None:
+        raise AssertionError("no client goes")
 
 
 def run(link: ScriptedLink, *, step_s: float = 0.0, fail_at_step: int | None = None, **settings: Any) -> None:

@@ -13,6 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from tests.engine.scheduling.harness import BLOCK_SIZE, LOGITS_WIDTH
 from tests.engine.scheduling.test_pooling_traffic import vector_alone
 from tests.engine.scheduling.test_scheduler_properties import expected_answer
+from tests.support.one_client import step, take_answers
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import LaunchedStep
@@ -207,9 +208,9 @@ class Everything(RuleBasedStateMachine):
             self.step()
 
     def step(self) -> None:
-        for answer in self.core.take_answers():
+        for answer in take_answers(self.core):
             self.take_message(answer)
-        if outputs := self.core.step():
+        if outputs := step(self.core):
             self.take_message(outputs)
         self.core._scheduler.check()
 

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 
 from tests.support.clocked_executor import Clock, ClockedExecutor
+from tests.support.one_client import step
 from trio_llm.config import EngineConfig, FakeEngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.scheduling.step import StepPlan
@@ -42,7 +43,7 @@ class Engine:
         self.core.handle(EngineCoreRequest(request_id, prompt, SamplingParams(max_tokens=max_tokens, seed=1)))
 
     def turn(self) -> None:
-        outputs = self.core.step()
+        outputs = step(self.core)
         for row in outputs.outputs if outputs else []:
             self.tokens[row.request_id] += row.new_token_ids
             self.token_times_s[row.request_id].append(self.clock.now_s)

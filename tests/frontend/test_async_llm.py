@@ -431,7 +431,7 @@ async def test_a_gap_in_the_output_ends_the_engine(finish_reason: FinishReason |
 
 async def test_an_engine_far_ahead_of_a_front_end_pauses_and_drops_nothing() -> None:
     async with open_fake_llm() as fake:
-        fake.core.core._outbox._credit_steps = 3
+        fake.core.core._clients[0]._credit_steps = 3
         fake.llm._engines[0]._sequence.ack_steps = 1
 
         assert len(await read(fake.llm.generate(HELLO, params(40)))) == 40

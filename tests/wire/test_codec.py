@@ -20,9 +20,11 @@ from trio_llm.wire.messages import (
     Abort,
     Ack,
     AllBlocksCleared,
+    AttachClient,
     BlockRemoved,
     BlockStored,
     Continue,
+    DetachClient,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
@@ -72,6 +74,8 @@ TO_ENGINE: list[ToEngine] = [
     Abort(["a", "b"]),
     Ack(2**40),
     UtilityCall(1, "ping", [None, True, -1, 0.5, "x"]),
+    AttachClient(1, 2, "ipc:///in", "ipc:///out"),
+    DetachClient(1),
 ]
 FROM_ENGINE: list[FromEngine] = [
     EngineCoreOutputs(
@@ -96,6 +100,7 @@ FROM_ENGINE: list[FromEngine] = [
         "v2",
     ),
     EngineCoreOutputs(1, 3, 0.5, kv_events=[AllBlocksCleared()]),
+    EngineCoreOutputs(1, 4, 0.5, stats=SchedulerStats(1, num_tokens_of_others=2**40)),
     Ready(
         1,
         ModelConfig(

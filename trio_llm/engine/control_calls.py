@@ -1,4 +1,4 @@
-"""ControlCalls: the table of methods that a front end may call by name, with plain values as arguments.
+"""ControlCalls: the table of methods that clients may call by name, with plain values as arguments.
 
 Owned by EngineCore, which retires all steps in flight before a method of `BETWEEN_STEPS`. Imports no torch.
 """
@@ -31,12 +31,12 @@ class ControlCalls:
     """Carries out calls, one at a time, and keeps the control state.
 
     Args:
-        num_sent: returns the number of messages sent so far.
+        num_sent: returns the number of messages that a client was sent so far.
         profile_dir: folder for profiles; None: profiling is refused.
     """
 
     def __init__(
-        self, executor: Executor, scheduler: Scheduler, *, num_sent: Callable[[], int], profile_dir: str | None
+        self, executor: Executor, scheduler: Scheduler, *, num_sent: Callable[[int], int], profile_dir: str | None
     ) -> None:
         self.state = EngineControlState()
         self._executor = executor
@@ -44,8 +44,11 @@ class ControlCalls:
         self._num_sent = num_sent
         self._profile_dir = profile_dir
         self._rows: list[EngineCoreOutput] = []
-        self._waiting_for_end: list[int] = []
-        """Calls of `wait_paused`: answered when all requests that had begun are finished, or when the pause ends."""
+        self._caller = 0
+        """Index of the client whose call is carried out."""
+        self._waiting_for_end: list[tuple[int, int]] = []
+        """Client and id of calls of `wait_paused`: answered when all requests that had begun are finished, or when the
+        pause ends."""
         self._clears_at_end = False
         transfer = WeightTransfer(executor, scheduler, self.state)
         self._methods: Final[dict[str, Callable[..., UtilityValue]]] = {
@@ -78,35 +81,40 @@ class ControlCalls:
         }
         """Methods that `collective_rpc` may name. They change nothing."""
 
-    def call(self, call: UtilityCall) -> list[UtilityResult]:
-        """Carry out a call.
+    def call(self, call: UtilityCall, client_index: int) -> list[tuple[int, UtilityResult]]:
+        """Carry out a call of a client.
 
         Returns:
-            Its answer, and answers of earlier calls that it has made due.
+            Its answer, and answers of earlier calls that it has made due, each with the client that called.
 
         Raises:
             DeviceLostError: the engine cannot go on. All other errors are the answer of the call.
         """
         if call.method == "wait_paused":
-            self._waiting_for_end.append(call.call_id)
+            self._waiting_for_end.append((client_index, call.call_id))
             return self.settle()
-        return [self._answer(call), *self.settle()]
+        self._caller = client_index
+        return [(client_index, self._answer(call)), *self.settle()]
 
-    def settle(self) -> list[UtilityResult]:
+    def forget_client(self, client_index: int) -> None:
+        """A client is gone: its calls need no answer."""
+        self._waiting_for_end = [waiting for waiting in self._waiting_for_end if waiting[0] != client_index]
+
+    def settle(self) -> list[tuple[int, UtilityResult]]:
         """The answers of `wait_paused` that are due. To be called before and after each step.
 
         The value is true if all requests that had begun are finished, and false if the pause ended before.
         """
         if not (self._waiting_for_end or self._clears_at_end):
             return []
-        is_finished = not self._scheduler.has_unfinished
+        is_finished = not self._scheduler.has_begun
         if self.state.pause is Pause.WAIT and not is_finished:
             return []
         if self.state.pause is Pause.WAIT and self._clears_at_end:
             self._scheduler.reset_prefix_cache()
         self._clears_at_end = False
         due, self._waiting_for_end = self._waiting_for_end, []
-        return [UtilityResult(call_id, value=is_finished) for call_id in due]
+        return [(client_index, UtilityResult(call_id, value=is_finished)) for client_index, call_id in due]
 
     def take_rows(self) -> list[EngineCoreOutput]:
         """Take the last rows of requests that calls have ended."""
@@ -133,8 +141,9 @@ class ControlCalls:
     # ------------------------------------------------------------------------------------- questions
 
     def _ping(self) -> int:
-        """Answered by the loop, so it shows that the loop turns. The value is the number of messages sent so far."""
-        return self._num_sent()
+        """Answered by the loop, so it shows that the loop turns. The value is the number of messages to the caller so
+        far."""
+        return self._num_sent(self._caller)
 
     def _check_scheduler(self) -> dict[str, StateValue]:
         """Assert the scheduler's invariants and return its counts."""

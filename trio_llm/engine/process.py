@@ -15,6 +15,7 @@ import time
 import traceback
 from typing import Final, NoReturn
 
+from trio_llm.engine.clients import OWNER
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.device import ProgressCallback
 from trio_llm.engine.executor.base import Executor
@@ -49,10 +50,10 @@ def main() -> NoReturn:
         _serve(boot, link)
     except TrioLLMError as error:
         # The operator can correct it: one line, no traceback.
-        link.send(EngineDead(boot.epoch, str(error), boot.engine_index))
+        link.send_to_all(EngineDead(boot.epoch, str(error), boot.engine_index))
     except BaseException as error:
         traceback.print_exc()
-        link.send(EngineDead(boot.epoch, f"{type(error).__name__}: {error}", boot.engine_index))
+        link.send_to_all(EngineDead(boot.epoch, f"{type(error).__name__}: {error}", boot.engine_index))
     link.close()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -61,12 +62,12 @@ def main() -> NoReturn:
 
 def _serve(boot: EngineBoot, link: EngineLink) -> None:
     def report(phase: str, done: int, total: int) -> None:
-        link.send(Progress(boot.epoch, phase, done, total, boot.engine_index))
+        link.send(OWNER, Progress(boot.epoch, phase, done, total, boot.engine_index))
 
     report("starting", 0, 0)
     executor = _load(boot, report)
     core = EngineCore(executor, boot.config, epoch=boot.epoch, engine_index=boot.engine_index, clock=time.monotonic)
-    link.send(core.ready())
+    link.send(OWNER, core.ready())
     run_loop(core, link)
 
 

@@ -13,7 +13,6 @@ import trio
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import Executor
-from trio_llm.engine.loop import HEARTBEAT_INTERVAL_S
 from trio_llm.errors import EngineDeadError
 from trio_llm.wire.codec import decode_from_engine, decode_to_engine, encode
 from trio_llm.wire.messages import EngineCoreOutputs, FromEngine, ToEngine
@@ -54,8 +53,6 @@ class InMemoryCoreClient:
         self._resumed = trio.Event()
         self._resumed.set()
         self._drops_next_tokens = False
-        self._sent_s = trio.current_time()
-        """Time of the last message."""
 
     @property
     def is_paused(self) -> bool:
@@ -116,17 +113,14 @@ class InMemoryCoreClient:
         while self._inbox:
             self.core.handle(decode_to_engine(self._inbox.popleft()))
         if answers := self.core.take_answers():
-            await self._send(answers, after_s=0.0)
+            await self._send([message for _, message in answers], after_s=0.0)
         if not self.core.is_busy:
             await self._wait_for_input()
             return
-        outputs = self.core.step()
-        await self._send([] if outputs is None else [outputs], after_s=self.step_s)
+        await self._send([message for _, message in self.core.step()], after_s=self.step_s)
 
-    async def _send(self, messages: list[EngineCoreOutputs], *, after_s: float) -> None:
+    async def _send(self, messages: list[FromEngine], *, after_s: float) -> None:
         """Let the messages arrive after `after_s` seconds, and not while the engine is paused."""
-        if messages:
-            self._sent_s = trio.current_time()
         await trio.sleep(after_s)
         if self.is_paused:
             await self._resumed.wait()
@@ -139,15 +133,17 @@ class InMemoryCoreClient:
         if self._inbox:  # it came while answers were sent
             return
         self._has_input = trio.Event()
-        with trio.move_on_at(self._sent_s + HEARTBEAT_INTERVAL_S):
+        with trio.move_on_at(self.core.heartbeat_due_s):
             await self._has_input.wait()
             return
-        self._sent_s = trio.current_time()
-        if not self.is_paused and self._dead_reason is None:
-            self.inject(self.core.heartbeat())
+        for _, heartbeat in self.core.take_heartbeats():
+            if not self.is_paused and self._dead_reason is None:
+                self.inject(heartbeat)
 
-    def _is_lost(self, outputs: EngineCoreOutputs) -> bool:
-        if not (self._drops_next_tokens and any(row.new_token_ids or row.pooled for row in outputs.outputs)):
+    def _is_lost(self, message: FromEngine) -> bool:
+        if not (self._drops_next_tokens and isinstance(message, EngineCoreOutputs)):
+            return False
+        if not any(row.new_token_ids or row.pooled for row in message.outputs):
             return False
         self._drops_next_tokens = False
         return True

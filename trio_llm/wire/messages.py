@@ -22,9 +22,11 @@ __all__ = [
     "Abort",
     "Ack",
     "AllBlocksCleared",
+    "AttachClient",
     "BlockRemoved",
     "BlockStored",
     "Continue",
+    "DetachClient",
     "EngineCoreOutput",
     "EngineCoreOutputs",
     "EngineCoreRequest",
@@ -122,7 +124,27 @@ class UtilityCall(_Message, frozen=True, gc=False, tag="call"):
     """Arguments by name."""
 
 
-ToEngine = EngineCoreRequest | Continue | Abort | Ack | UtilityCall
+class AttachClient(_Message, frozen=True, gc=False, tag="attach"):
+    """Serve one more front end, or another incarnation of one. Only client 0 may send this. The engine connects to the
+    addresses and sends `Ready` there; what an earlier incarnation had is aborted."""
+
+    client_index: int
+    """From 1. Client 0 is the process that started the engine; it is attached from the beginning."""
+    epoch: int
+    """Count of this client's incarnations. An older one than the engine knows is refused."""
+    input_address: str
+    """The client's ROUTER: what the engine reads."""
+    output_address: str
+    """The client's PULL: what the engine writes."""
+
+
+class DetachClient(_Message, frozen=True, gc=False, tag="detach"):
+    """A front end is gone: abort all its requests and forget it. Only client 0 may send this."""
+
+    client_index: int
+
+
+ToEngine = EngineCoreRequest | Continue | Abort | Ack | UtilityCall | AttachClient | DetachClient
 
 
 # ----------------------------------------------------------------------------------- from the engine
@@ -164,6 +186,11 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     """A session's: the finish reason is that of one answer, and the engine keeps the session for its next input."""
     pooled: bytes | None = None
     """The vector of a pooling request, in its one row: float32, little-endian. Finish reason `stop`."""
+    queued_s: float | None = None
+    """Seconds from the request's arrival in this engine until its first token was planned; in a row with its first
+    token, and in its last row. None: it was not planned."""
+    num_preemptions: int = 0
+    """Times that it lost its blocks in this engine; in its last row."""
 
 
 class SchedulerStats(_Message, frozen=True, gc=False):
@@ -181,6 +208,13 @@ class SchedulerStats(_Message, frozen=True, gc=False):
     """Prompt tokens that were found in the cache for sequences that began with this step."""
     num_cached_blocks: int = 0
     """Free blocks whose content can be found again."""
+    num_tokens_of_others: int = 0
+    """Tokens that the engine still has to compute for other clients: of prompts, and of answers up to `max_tokens`. May
+    be 0.1 s old."""
+    num_deferred: int = 0
+    """Those of the waiting sequences that may not begin now, whatever room there is."""
+    sleep_level: int = 0
+    """0: awake. 2: the weights are dropped. 1: any other part is asleep."""
 
 
 class UtilityResult(_Message, frozen=True, gc=False):
@@ -226,8 +260,9 @@ class EngineCoreOutputs(_Message, frozen=True, gc=False, tag="outputs"):
     """All that one step has for this front end."""
 
     epoch: int
+    """The engine's."""
     step: int
-    """Count of these messages, from 1; what `Ack` refers to."""
+    """Count of these messages to this front end, from 1; what `Ack` refers to."""
     timestamp: float
     """The engine's monotonic clock, seconds."""
     outputs: list[EngineCoreOutput] = msgspec.field(default_factory=list)
@@ -289,11 +324,11 @@ class Progress(_Message, frozen=True, gc=False, tag="progress"):
 
 
 class Heartbeat(_Message, frozen=True, gc=False, tag="heartbeat"):
-    """The loop turns although there is nothing to tell. Sent every second when idle."""
+    """The loop turns although there is nothing for this front end. Sent when it has got nothing for a second."""
 
     epoch: int
     step: int = 0
-    """Number of the last `EngineCoreOutputs` that was sent: a front end without it has lost it."""
+    """Number of the last `EngineCoreOutputs` to this front end: if it has not come, it is lost."""
     num_executed: int = 0
     """Steps that were computed so far: it grows while a long prompt is, and no token comes of that."""
     engine_index: int = 0

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from tests.support.one_client import step, take_answers
 from trio_llm.config import EngineConfig
 from trio_llm.engine.core import EngineCore
 from trio_llm.engine.executor.base import Executor
@@ -119,9 +120,9 @@ class Serving:
         self.run()
 
     def step(self) -> EngineCoreOutputs | None:
-        for answer in self.core.take_answers():
+        for answer in take_answers(self.core):
             self.take(answer)
-        sealed = self.core.step()
+        sealed = step(self.core)
         self.core._scheduler.check()
         self.num_steps += 1
         return None if sealed is None else self.take(sealed)

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from tests.engine.executor.test_torch_executor import GREEDY, LENGTHS, answers, make_prompt, make_scheduler
+from tests.support.one_client import take_answers
 from tests.support.sequences import make_sequence
 from tests.support.tiny_models import CONFIGS, VOCABULARY, bert_config, load, save_classifier, save_model
 from trio_llm.config import EngineConfig
@@ -287,7 +288,7 @@ def test_each_kind_of_model_has_its_tasks_and_refuses_the_others(
     ):
         core = EngineCore(model, EngineConfig(), epoch=1, clock=lambda: 0.0)
         core.handle(request)
-        (outputs,) = core.take_answers()
+        (outputs,) = take_answers(core)
         assert outputs.outputs[0].finish_reason == "error"
         assert "the model cannot" in (outputs.outputs[0].error or "")
 

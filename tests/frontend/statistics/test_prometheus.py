@@ -11,6 +11,11 @@ from trio_llm.version import __version__
 from trio_llm.wire.messages import SchedulerStats
 
 LABELS = {"model_name": "tiny", "engine": "0"}
+WITHOUT_MODEL_NAME = (
+    "vllm:cache_config_info",
+    "vllm:sleep_mode_operation_duration_seconds",
+    "vllm:sleep_mode_operations_in_flight",
+)
 
 
 def samples(logger: PrometheusStatLogger) -> dict[tuple[str, str], float]:
@@ -22,6 +27,8 @@ def samples(logger: PrometheusStatLogger) -> dict[tuple[str, str], float]:
             labels = dict(sample.labels)
             if family.name == "vllm:admission_rejections":
                 assert labels["model_name"] == LABELS["model_name"]
+            elif family.name in WITHOUT_MODEL_NAME:
+                assert "model_name" not in labels
             elif family.name.startswith("vllm:"):
                 assert LABELS.items() <= labels.items(), sample
             rest = [value for name, value in labels.items() if name not in LABELS]

@@ -23,11 +23,12 @@ def check_scheduler(
     """Assert all invariants. Costs a walk over all sequences, blocks and steps in flight."""
     sequences.check()
     idle = [sequence for sequence in sequences if sequence.state is SequenceState.IDLE]
-    for sequence in (*sequences.waiting, *sequences.running):
+    for sequence in (*sequences.waiting, *sequences.running, *sequences.suspended):
         assert sequence.num_prompt_tokens <= len(sequence.token_ids) < limits.longest(sequence.pooling)
-    for sequence in (*sequences.waiting, *idle):
+    not_running = [*sequences.waiting, *sequences.suspended, *idle]
+    for sequence in not_running:
         assert sequence.num_in_flight == sequence.num_pending_tokens == 0
-    blocks.idle.check([*sequences.waiting, *idle], limits.block_size)
+    blocks.idle.check(not_running, limits.block_size)
     assert len(sequences.running) <= limits.max_num_seqs
     for sequence in sequences.running:
         assert 0 <= sequence.num_computed_tokens < sequence.num_tokens <= limits.longest(sequence.pooling)

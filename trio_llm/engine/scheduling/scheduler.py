@@ -6,24 +6,26 @@ Pure: the engine core calls it, runs the plan, and hands the result back.
               ^ │                   │ │
               │ └ abort, deadline   │ └ abort ──> FINISHED
               ├──── _preempt ───────┤
-              └ continue_session ── IDLE ── commit: the end of an answer of a session
+              ├ continue_session ── IDLE ── commit: the end of an answer of a session
+              └ resume ────────── SUSPENDED ── suspend, from WAITING or RUNNING: its client has no credit
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
+from trio_llm.engine.scheduling import results
 from trio_llm.engine.scheduling.invariants import check_scheduler
 from trio_llm.engine.scheduling.kv_event_log import KVEventLog
 from trio_llm.engine.scheduling.limits import SchedulerLimits
-from trio_llm.engine.scheduling.results import final_row, find_fault, pooled_row, prompt_logprob_rows, token_row
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceState
 from trio_llm.engine.scheduling.sequence_blocks import SequenceBlocks
 from trio_llm.engine.scheduling.sequence_table import SequenceTable
 from trio_llm.engine.scheduling.sessions import extend
 from trio_llm.engine.scheduling.step import PooledVector, SampledToken, StepBuilder, StepInFlight, StepPlan, StepResult
-from trio_llm.engine.scheduling.stopping import ends_with_pending, find_end
+from trio_llm.engine.scheduling.stopping import find_end, must_await_pending
+from trio_llm.engine.scheduling.suspension import Suspension
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import Continue, EngineCoreOutput, SchedulerStats
 
@@ -49,20 +51,20 @@ class Scheduler:
         """Scheduled and not committed, the oldest first."""
         self.admits_new = True
         """False: only sequences whose answer has begun are scheduled, to their end; new ones wait."""
-        self._num_preempted = 0
-        self._num_prompt_tokens = 0
-        """Computed in the last committed step."""
-        self._num_cached_now = 0
-        """Tokens found in the cache for sequences that were admitted since the last committed step."""
-        self._num_cached_tokens = 0
-        """The same between the last committed step and the one before it."""
+        self.suspension = Suspension(self._sequences, self._blocks)
+        self._counts = results.StepCounts()
 
     # ------------------------------------------------------------------------------------ sequences
 
     @property
     def has_unfinished(self) -> bool:
-        """There is something to compute. False if only idle sessions are left, and sequences that may not begin."""
+        """There is something to compute now. False if only idle sessions are left, and sequences that have to wait."""
         return bool(self._sequences.running) or self._next_waiting() is not None
+
+    @property
+    def has_begun(self) -> bool:
+        """A sequence is unfinished whose answer has begun, suspended ones included. Costs a walk."""
+        return any(sequence.has_begun for sequence in self._sequences)
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._sequences
@@ -74,6 +76,7 @@ class Scheduler:
         assert sequence.num_output_tokens < sequence.params.max_tokens
         sequence.has_begun = sequence.num_output_tokens > 0
         self._sequences.add(sequence)
+        self.suspension.place(sequence)
 
     def continue_session(self, message: Continue, problem: str | None = None) -> EngineCoreOutput | None:
         """Take the next input of a session and put it at the end of the waiting line, as a new request would be.
@@ -90,11 +93,12 @@ class Scheduler:
             return None
         if problem := problem or extend(sequence, message, self._limits.max_model_len):
             self._finish(sequence, "error")
-            return final_row(sequence, error=problem)
+            return results.final_row(sequence, error=problem)
         # The idle blocks are in the order of sequences, which `requeue` changes.
         self._blocks.idle.remove(sequence)
         self._sequences.requeue(sequence)
         self._blocks.idle.add(sequence)
+        self.suspension.place(sequence)
         return None
 
     def abort(self, request_id: str) -> EngineCoreOutput:
@@ -105,13 +109,14 @@ class Scheduler:
         """
         sequence = self._sequences.get(request_id)
         if sequence is None:
-            return EngineCoreOutput(request_id=request_id, start=0, new_token_ids=[], finish_reason="abort")
+            return results.unknown_row(request_id)
         self._finish(sequence, "abort")
-        return final_row(sequence)
+        return results.final_row(sequence)
 
-    def abort_all(self) -> list[EngineCoreOutput]:
-        """`abort` every request, idle sessions included."""
-        return [self.abort(sequence.request_id) for sequence in list(self._sequences)]
+    def abort_all(self, client_index: int | None = None) -> list[EngineCoreOutput]:
+        """`abort` every request, idle sessions included, or every request of one client."""
+        aborted = [one for one in self._sequences if client_index is None or one.client_index == client_index]
+        return [self.abort(sequence.request_id) for sequence in aborted]
 
     def take_expired(self, now_s: float) -> list[EngineCoreOutput]:
         """Drop the sequences whose deadline passed before anything was computed for them.
@@ -127,8 +132,7 @@ class Scheduler:
         expired = self._sequences.find_expired(now_s)
         for sequence in expired:
             self._finish(sequence, "error")
-        error = "the deadline of this request passed while it waited for its turn; nothing was computed"
-        return [final_row(sequence, error=error, is_expired=True) for sequence in expired]
+        return list(map(results.expired_row, expired))
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         if sequence.state is not SequenceState.RUNNING:
@@ -146,21 +150,23 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, *, max_prefill_tokens: int | None = None) -> StepPlan | None:
+    def schedule(self, *, now_s: float = 0.0, max_prefill_tokens: int | None = None) -> StepPlan | None:
         """The next step, or None if there is none: nothing to compute, or a plan in flight must be committed first.
 
         Args:
+            now_s: the clock of `Sequence.arrived_s`, seconds.
             max_prefill_tokens: tokens beside those of answers, if the step has any of those; None: the whole budget.
         """
-        # No sequence of a step in flight is preempted: its token is sampled all the same and would have to be dropped.
-        if self._in_flight and self._must_preempt():
+        # No sequence of a step in flight is preempted or suspended: its token is sampled all the same.
+        if self._in_flight and (self.suspension.is_due or self._must_preempt()):
             return None
-        builder = StepBuilder(self._limits.max_num_batched_tokens, self._limits.max_prompt_logprob_cost)
+        self.suspension.apply()
+        limits = self._limits
+        builder = StepBuilder(limits.max_num_batched_tokens, limits.max_prompt_logprob_cost, max_prefill_tokens)
         self._plan_last_tokens(builder)
-        if max_prefill_tokens is not None and any(chunk.is_decode for chunk in builder.chunks):
-            builder.tokens_left = min(builder.tokens_left, max_prefill_tokens)
+        builder.limit_prefills()
         self._plan_prefills(builder)
-        self._admit(builder)
+        self._admit(builder, now_s)
         if not builder.chunks:
             assert self._in_flight or not self.has_unfinished, "sequences are left and none can go on"
             return None
@@ -181,8 +187,7 @@ class Scheduler:
         for sequence in list(self._sequences.running):
             if sequence.state is not SequenceState.RUNNING or sequence.num_uncomputed_tokens != 1:
                 continue
-            # A session goes on behind its answer, so nothing may be computed there that is dropped.
-            if sequence.num_pending_tokens and (sequence.is_resumable or ends_with_pending(sequence, self._limits)):
+            if sequence.num_pending_tokens and must_await_pending(sequence, self._limits):
                 continue
             yield sequence
 
@@ -203,7 +208,7 @@ class Scheduler:
             if sequence.num_uncomputed_tokens > 1:
                 self._plan(sequence, builder)
 
-    def _admit(self, builder: StepBuilder) -> None:
+    def _admit(self, builder: StepBuilder, now_s: float) -> None:
         """Admit waiting sequences while budget, places and blocks last.
 
         A sequence gets blocks for all its known tokens at once: a prefill never stops half-way for lack of blocks, and
@@ -221,11 +226,13 @@ class Scheduler:
             num_evicted = self._blocks.admit(sequence, num_spare=num_spare)
             if num_evicted is None:
                 return
-            self._num_preempted += num_evicted
-            self._num_cached_now += sequence.num_computed_tokens - was_computed
+            self._counts.num_preempted += num_evicted
+            self._counts.num_cached_now += sequence.num_computed_tokens - was_computed
             self._sequences.move(sequence, SequenceState.RUNNING)
-            sequence.has_begun = True
+            sequence.begin(now_s)
             self._plan(sequence, builder)
+            if was_computed:  # it was suspended, and its answer may go on
+                builder.limit_prefills()
 
     def _next_waiting(self) -> Sequence | None:
         return self._sequences.next_waiting(only_begun=not self.admits_new)
@@ -238,7 +245,7 @@ class Scheduler:
         """
         while (missing := self._blocks.num_missing(sequence)) > self._blocks.num_free:
             if self._blocks.idle:
-                self._num_preempted += self._blocks.idle.take(missing, but=sequence)
+                self._counts.num_preempted += self._blocks.idle.take(missing, but=sequence)
                 continue
             victim = self._sequences.running.last
             self._preempt(victim)
@@ -253,7 +260,7 @@ class Scheduler:
         sequence.num_computed_tokens = 0
         sequence.num_preemptions += 1
         self._sequences.move(sequence, SequenceState.WAITING)
-        self._num_preempted += 1
+        self._counts.num_preempted += 1
 
     def preempt_all(self) -> None:
         """Take all blocks from all sequences and forget what they hold: everything will be computed again.
@@ -263,7 +270,7 @@ class Scheduler:
         assert not self._in_flight, "a step in flight still writes into blocks"
         while self._sequences.running:
             self._preempt(self._sequences.running.last)
-        self._num_preempted += self._blocks.idle.take_all()
+        self._counts.num_preempted += self._blocks.idle.take_all()
         self._blocks.forget_all()
 
     # --------------------------------------------------------------------------------------- commit
@@ -280,24 +287,22 @@ class Scheduler:
         assert plan is step.plan, "this plan is not the oldest in flight"
         assert len(result.sampled) == sum(chunk.samples for chunk in plan.chunks), "not one result per row that samples"
         self._in_flight.popleft()
-        self._num_prompt_tokens = 0
-        self._num_cached_tokens, self._num_cached_now = self._num_cached_now, 0
-        rows = prompt_logprob_rows(plan, result) if result.prompt_logprobs else []
+        self._counts.count_step(plan)
+        rows = results.prompt_logprob_rows(plan, result) if result.prompt_logprobs else []
         sampled = iter(result.sampled)
         for chunk in plan.chunks:
             sequence, outcome = chunk.sequence, next(sampled) if chunk.samples else None
-            self._num_prompt_tokens += max(0, min(chunk.count, sequence.num_prompt_tokens - chunk.start))
             sequence.num_in_flight -= 1
             sequence.num_pending_tokens -= chunk.samples
             if sequence.state is SequenceState.FINISHED or outcome is None:
                 continue
-            if problem := find_fault(outcome, self._limits):
+            if problem := results.find_fault(outcome, self._limits):
                 self._blocks.forget(sequence)
                 self._finish(sequence, "error")
-                rows.append(final_row(sequence, error=problem))
+                rows.append(results.final_row(sequence, error=problem))
             elif isinstance(outcome, PooledVector):
                 self._finish(sequence, "stop")
-                rows.append(pooled_row(sequence, outcome))
+                rows.append(results.pooled_row(sequence, outcome))
             else:
                 assert isinstance(outcome, SampledToken)
                 rows.append(self._append(sequence, outcome))
@@ -313,7 +318,7 @@ class Scheduler:
                 self._make_idle(sequence)
             else:
                 self._finish(sequence, finish_reason)
-        return token_row(sequence, sampled, finish_reason=finish_reason, stop_reason=stop_reason)
+        return results.token_row(sequence, sampled, finish_reason=finish_reason, stop_reason=stop_reason)
 
     def _make_idle(self, sequence: Sequence) -> None:
         """End an answer of a session, which keeps its blocks until its next input comes or others need them."""
@@ -333,17 +338,13 @@ class Scheduler:
         self._blocks.forget_all()
 
     def stats(self) -> SchedulerStats:
-        return SchedulerStats(
-            num_running=len(self._sequences.running),
-            num_waiting=len(self._sequences.waiting),
-            num_free_blocks=self._blocks.num_free,
-            num_blocks=self._limits.num_blocks,
-            num_preempted=self._num_preempted,
-            num_prompt_tokens=self._num_prompt_tokens,
-            num_cached_tokens=self._num_cached_tokens,
-            num_cached_blocks=self._blocks.num_cached,
-        )
+        return self._counts.make_stats(self._sequences, self._blocks, self._limits, admits_new=self.admits_new)
+
+    def count_owed_tokens(self) -> Mapping[int, int]:
+        """By client: tokens that are still to be computed. Costs a walk over all sequences."""
+        return self._sequences.count_owed_tokens()
 
     def check(self) -> None:
         """Assert all invariants. Costs a walk over everything: for tests."""
         check_scheduler(self._limits, self._sequences, self._blocks, self._in_flight)
+        self.suspension.check()

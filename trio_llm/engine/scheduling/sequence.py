@@ -22,9 +22,12 @@ __all__ = ["TRANSITIONS", "Sequence", "SequenceQueue", "SequenceState"]
 
 class SequenceState(enum.Enum):
     WAITING = "waiting"
-    """In the waiting line: new, preempted, or a session with a new input. Only such a session may hold blocks."""
+    """In the waiting line: new, preempted, a session with a new input, or suspended before. Only the last two may hold
+    blocks."""
     RUNNING = "running"
     """Has blocks for all its tokens, and is in every step as far as budget and blocks allow."""
+    SUSPENDED = "suspended"
+    """Its client has no credit: nothing is computed. It holds its blocks until others need them."""
     IDLE = "idle"
     """A session between two inputs: nothing is computed. It holds its blocks until others need them."""
     FINISHED = "finished"
@@ -32,8 +35,11 @@ class SequenceState(enum.Enum):
 
 
 TRANSITIONS: Final[dict[SequenceState, frozenset[SequenceState]]] = {
-    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.FINISHED}),
-    SequenceState.RUNNING: frozenset({SequenceState.WAITING, SequenceState.IDLE, SequenceState.FINISHED}),
+    SequenceState.WAITING: frozenset({SequenceState.RUNNING, SequenceState.SUSPENDED, SequenceState.FINISHED}),
+    SequenceState.RUNNING: frozenset(
+        {SequenceState.WAITING, SequenceState.SUSPENDED, SequenceState.IDLE, SequenceState.FINISHED}
+    ),
+    SequenceState.SUSPENDED: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.IDLE: frozenset({SequenceState.WAITING, SequenceState.FINISHED}),
     SequenceState.FINISHED: frozenset(),
 }
@@ -44,7 +50,7 @@ class Sequence:
     """One request in the engine.
 
     Invariants (`check_scheduler` asserts them): 0 <= num_computed_tokens < num_tokens while it runs and nothing of it
-    is in flight; len(block_ids) * block_size >= num_computed_tokens; only running sequences and sessions hold blocks.
+    is in flight; len(block_ids) * block_size >= num_computed_tokens; a waiting sequence that never ran holds no blocks.
     """
 
     request_id: str
@@ -89,8 +95,14 @@ class Sequence:
     """Tokens found in the cache when it was first admitted; None before."""
     pooling: PoolingParams | None = None
     """Set: no token is sampled, and the sequence is finished, with one vector, when its last token is computed."""
+    arrived_s: float = 0.0
+    """When the engine got it; seconds of the engine's clock."""
+    queued_s: float | None = None
+    """Seconds from then until it was first admitted; None before."""
     has_begun: bool = False
     """Its answer has begun, here or in an earlier incarnation: a pause that makes new sequences wait lets it go on."""
+    client_index: int = 0
+    """The client that asked for it."""
 
     @property
     def order(self) -> tuple[int, int]:
@@ -113,9 +125,26 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
+    def num_owed_tokens(self) -> int:
+        """Tokens that are still to be computed: of the prompt, and of the answer, should it have its full length."""
+        if self.state is SequenceState.IDLE:
+            return 0
+        num_prompt_tokens = max(0, self.num_prompt_tokens - self.num_computed_tokens)
+        if self.pooling is not None:
+            return num_prompt_tokens
+        assert self.params.max_tokens is not None
+        return num_prompt_tokens + self.params.max_tokens - self.num_output_tokens
+
+    @property
     def next_start(self) -> int:
         """Index of the next token among all generated for the request."""
         return self.num_earlier_tokens + self.num_output_tokens
+
+    def begin(self, now_s: float) -> None:
+        """It is admitted. `now_s` is on the clock of `arrived_s`."""
+        self.has_begun = True
+        if self.queued_s is None:
+            self.queued_s = now_s - self.arrived_s
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state along `TRANSITIONS`."""

@@ -5,6 +5,7 @@ Pure. Owned by the scheduler.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from trio_llm.engine.scheduling.sequence import Sequence, SequenceQueue, SequenceState
@@ -13,16 +14,22 @@ __all__ = ["SequenceTable"]
 
 
 class SequenceTable:
-    """Keeps states and queues together: a sequence is in `waiting` or `running` exactly if its state says so.
+    """Keeps states and queues together: a sequence is in `waiting`, `running` or `suspended` exactly if its state says
+    so.
 
-    Idle sequences are in neither queue, and finished ones are not in the table.
+    Idle sequences are in no queue, and finished ones are not in the table.
     """
 
     def __init__(self) -> None:
         self._by_id: dict[str, Sequence] = {}
-        self._queues = {SequenceState.WAITING: SequenceQueue(), SequenceState.RUNNING: SequenceQueue()}
-        self.waiting = self._queues[SequenceState.WAITING]
-        self.running = self._queues[SequenceState.RUNNING]
+        self.waiting = SequenceQueue()
+        self.running = SequenceQueue()
+        self.suspended = SequenceQueue()
+        self._queues = {
+            SequenceState.WAITING: self.waiting,
+            SequenceState.RUNNING: self.running,
+            SequenceState.SUSPENDED: self.suspended,
+        }
         self._num_arrivals = 0
 
     def __contains__(self, request_id: str) -> bool:
@@ -70,17 +77,26 @@ class SequenceTable:
         """
         return next((one for one in self.waiting if one.has_begun or not only_begun), None)
 
+    @property
+    def num_new(self) -> int:
+        """Waiting sequences whose answer has not begun. Costs a walk over all that wait."""
+        return sum(not sequence.has_begun for sequence in self.waiting)
+
     def find_expired(self, now_s: float) -> list[Sequence]:
         """Waiting sequences whose deadline has passed and of which nothing was computed, here or in an earlier
         incarnation. `now_s` is on the clock of `Sequence.expires_at`."""
         return [
             sequence
             for sequence in self.waiting
-            if sequence.expires_at is not None
-            and sequence.expires_at <= now_s
-            and sequence.num_preemptions == 0
-            and sequence.num_output_tokens == 0
+            if sequence.expires_at is not None and sequence.expires_at <= now_s and not sequence.has_begun
         ]
+
+    def count_owed_tokens(self) -> Counter[int]:
+        """By client: the sum of `Sequence.num_owed_tokens`."""
+        owed: Counter[int] = Counter()
+        for sequence in self:
+            owed[sequence.client_index] += sequence.num_owed_tokens
+        return owed
 
     def check(self) -> None:
         """Assert that queues are in order and that each sequence stands where its state says."""
@@ -91,4 +107,4 @@ class SequenceTable:
                 assert sequence.state is state
                 assert self._by_id[sequence.request_id] is sequence
         num_idle = sum(sequence.state is SequenceState.IDLE for sequence in self)
-        assert len(self.waiting) + len(self.running) + num_idle == len(self._by_id), "a sequence is lost"
+        assert sum(map(len, self._queues.values())) + num_idle == len(self._by_id), "a sequence is lost"

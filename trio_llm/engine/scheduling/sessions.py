@@ -1,4 +1,4 @@
-"""Sessions in the scheduler: what an input adds to a sequence, and the blocks of sequences that do not run.
+"""Sessions in the scheduler: what an input adds to a sequence. And the blocks of sequences that do not run.
 
 Pure. Owned by the scheduler.
 """
@@ -38,9 +38,10 @@ def extend(sequence: Sequence, message: Continue, max_model_len: int) -> str | N
 
 
 class IdleBlocks:
-    """The sequences that hold blocks without running: idle sessions, and sessions that wait with a new input.
+    """The sequences that hold blocks without running: idle sessions, sessions that wait with a new input, sequences of
+    clients without credit, and those that wait after that.
 
-    Their blocks only save time, so running sequences may take them; the sessions are computed again then.
+    Their blocks only save time, so running sequences may take them; what was in them is computed again then.
     """
 
     def __init__(self, pool: BlockPool) -> None:
@@ -107,8 +108,8 @@ class IdleBlocks:
                 assert sequence.num_computed_tokens == 0
                 continue
             with_blocks.append(sequence)
-            assert sequence.is_resumable, f"{sequence.request_id} holds blocks and does not run"
-            assert 0 < sequence.num_computed_tokens < sequence.num_tokens
+            assert sequence.is_resumable or sequence.has_begun, f"{sequence.request_id} holds blocks and never ran"
+            assert 0 <= sequence.num_computed_tokens < sequence.num_tokens
             assert sequence.num_computed_tokens <= len(sequence.block_ids) * block_size
         assert {sequence.request_id for sequence in with_blocks} == {one.request_id for one in self._holders}
         assert len(with_blocks) == len(self._holders)

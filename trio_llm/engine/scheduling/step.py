@@ -119,6 +119,8 @@ class StepBuilder:
     tokens_left: int
     prompt_logprob_cost_left: int
     """In units of `prompt_logprob_cost`."""
+    max_prefill_tokens: int | None = None
+    """Tokens beside those of answers, if the step has any of those; None: the whole budget."""
     chunks: list[ScheduledChunk] = field(default_factory=list)
 
     def add(self, sequence: Sequence) -> bool:
@@ -142,6 +144,12 @@ class StepBuilder:
         sequence.num_pending_tokens += samples
         sequence.num_in_flight += 1
         return True
+
+    def limit_prefills(self) -> None:
+        """Leave prompts no more than `max_prefill_tokens`, if an answer goes on in this step."""
+        if self.max_prefill_tokens is not None and any(chunk.is_decode for chunk in self.chunks):
+            self.tokens_left = min(self.tokens_left, self.max_prefill_tokens)
+            self.max_prefill_tokens = None
 
     def _take_prompt_logprobs(self, sequence: Sequence, count: int, cost: int) -> int:
         """Pay for the positions of a chunk of `count` tokens. Returns how many of the tokens the budget allows."""

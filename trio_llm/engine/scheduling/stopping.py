@@ -9,7 +9,7 @@ from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.sequence import Sequence
 from trio_llm.outputs import FinishReason
 
-__all__ = ["ends_with_pending", "find_end"]
+__all__ = ["find_end", "must_await_pending"]
 
 
 def find_end(sequence: Sequence, limits: SchedulerLimits) -> tuple[FinishReason | None, int | None]:
@@ -27,8 +27,11 @@ def find_end(sequence: Sequence, limits: SchedulerLimits) -> tuple[FinishReason 
     return None, None
 
 
-def ends_with_pending(sequence: Sequence, limits: SchedulerLimits) -> bool:
-    """Whether the tokens in flight end the sequence by its length, whatever they are."""
+def must_await_pending(sequence: Sequence, limits: SchedulerLimits) -> bool:
+    """Whether nothing may be computed behind the tokens in flight: they end the sequence by its length, whatever they
+    are, or it is a session, which goes on behind its answer, so that nothing may be computed there that is dropped."""
+    if sequence.is_resumable:
+        return True
     assert sequence.params.max_tokens is not None
     num_output_tokens = sequence.num_output_tokens + sequence.num_pending_tokens
     return num_output_tokens >= sequence.params.max_tokens or sequence.num_tokens >= limits.max_model_len

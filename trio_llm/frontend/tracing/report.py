@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trio_llm.frontend.statistics.request_clock import RequestClock
 from trio_llm.frontend.statistics.stats import FinishedRequestStats
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
@@ -40,8 +41,15 @@ class RequestReport:
     """Choices that are not over."""
     ends: list[FinishedRequestStats] = field(default_factory=list)
     """What the statistics say about each choice that is over, in the order of their ends. At least one at the end."""
+    first: RequestClock | None = None
+    """Of the choice that had the first token."""
     error: BaseException | None = None
     """What the reader gets in place of the rest of its answer."""
+
+    def note_first_token(self, clock: RequestClock) -> None:
+        """A choice has got its first token."""
+        if self.first is None:
+            self.first = clock
 
     def end_choice(self, stats: FinishedRequestStats, error: BaseException | None) -> None:
         """One more choice is over for its reader."""

@@ -6,7 +6,7 @@ Pure. Used by the tracer. Names: vLLM's, and those of OpenTelemetry's semantic c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.pooling import PoolingParams
@@ -36,6 +36,14 @@ def request_attributes(report: RequestReport, model_name: str) -> Mapping[str, A
     }
     if (first_token_s := report.time_to_first_token_s) is not None:
         attributes["gen_ai.latency.time_to_first_token"] = first_token_s
+    for name, seconds in (
+        ("gen_ai.latency.time_in_queue", _least(end.queue_time_s for end in report.ends)),
+        ("gen_ai.latency.time_in_model_prefill", _least(end.prefill_time_s for end in report.ends)),
+        ("gen_ai.latency.time_in_model_decode", _most(end.decode_time_s for end in report.ends)),
+        ("gen_ai.latency.time_in_model_inference", _most(end.inference_time_s for end in report.ends)),
+    ):
+        if seconds is not None:
+            attributes[name] = seconds
     if isinstance(report.params, SamplingParams):
         attributes |= _sampling_attributes(report.params)
     if report.has_failed:
@@ -53,6 +61,16 @@ def _sampling_attributes(params: SamplingParams) -> dict[str, AttributeValue]:
     if params.max_tokens is not None:
         attributes["gen_ai.request.max_tokens"] = params.max_tokens
     return attributes
+
+
+def _least(times_s: Iterable[float | None]) -> float | None:
+    """Of those that are known, one per choice. None: none is."""
+    return min((time_s for time_s in times_s if time_s is not None), default=None)
+
+
+def _most(times_s: Iterable[float | None]) -> float | None:
+    """As `_least`."""
+    return max((time_s for time_s in times_s if time_s is not None), default=None)
 
 
 def _operation(params: SamplingParams | PoolingParams) -> str:

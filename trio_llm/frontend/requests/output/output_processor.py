@@ -222,6 +222,10 @@ class OutputProcessor:
             OutputGap: as `process`.
             Exception: something is wrong with the row.
         """
+        if row.queued_s is not None:
+            state.queued_s = row.queued_s
+        if row.finish_reason is not None:
+            state.num_preemptions = row.num_preemptions
         if row.finish_reason == "error":
             raise EngineGenerateError(row.error or "the engine ended the request without a reason")
         check_row(state, row)
