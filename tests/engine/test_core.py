@@ -474,7 +474,7 @@ class Clock:
         return self.now_s
 
 
-def test_the_first_and_the_last_row_tell_how_long_a_request_waited_for_its_turn() -> None:
+def test_the_row_with_the_first_token_tells_how_long_a_request_waited_for_its_turn() -> None:
     clock = Clock()
     core = a_core(clock=clock)
     rows: list[EngineCoreOutput] = []
@@ -484,17 +484,20 @@ def test_the_first_and_the_last_row_tell_how_long_a_request_waited_for_its_turn(
         clock.now_s += 1.5
         rows += [row for message in turn(core) for row in message.outputs]
 
-    queued = {(row.request_id, row.start): row.queued_s for row in rows}
-    assert [queued["0", start] for start in range(3)] == [1.5, None, 1.5]
-    assert [queued["4", start] for start in range(3)] == [6.0, None, 6.0]
+    told = {(row.request_id, row.start): (row.queued_s, row.scheduled_s) for row in rows}
+    assert [told["0", start] for start in range(3)] == [(1.5, 101.5), (None, None), (None, None)]
+    assert [told["4", start] for start in range(3)] == [(6.0, 106.0), (None, None), (None, None)]
 
 
-def test_a_request_that_was_not_begun_has_no_time_in_the_queue() -> None:
-    core = a_core()
+def test_a_vector_comes_with_the_time_that_its_request_waited() -> None:
+    clock = Clock()
+    core = a_core(clock=clock)
+    core.handle(a_pooling_request())
+    clock.now_s += 2
 
-    (row,) = run(core, a_request(), Abort(["r"]))
+    (row,) = run(core)
 
-    assert (row.finish_reason, row.queued_s) == ("abort", None)
+    assert (row.queued_s, row.scheduled_s) == (2.0, 102.0)
 
 
 def test_the_last_row_tells_how_often_a_request_was_preempted() -> None:

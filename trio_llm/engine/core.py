@@ -186,8 +186,8 @@ class EngineCore:
         return self._seal(self._stats()) if self._clients.is_due else []
 
     def take_heartbeats(self) -> list[Addressed]:
-        """The messages that show that the loop turns, to the clients that were sent nothing for a second. Beside other
-        clients, statistics that have changed go along."""
+        """The messages that show that the loop turns, to the clients that were sent nothing for a second; statistics go
+        along where they have changed."""
         now_s = self._clock()
         if now_s < self._clients.heartbeat_due_s:
             return []

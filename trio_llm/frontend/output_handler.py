@@ -84,16 +84,16 @@ class OutputHandler:
         if message.kv_events:
             self._kv_events.put(message)
         if message.outputs:
-            await self._deliver_rows(message.outputs, message.weight_version)
+            await self._deliver_rows(message.outputs, message.weight_version, message.timestamp)
             if self._aborted:
                 aborted, self._aborted = self._aborted, []
                 self._registry.end_in_engine(aborted)
 
-    async def _deliver_rows(self, rows: list[EngineCoreOutput], weight_version: str) -> None:
+    async def _deliver_rows(self, rows: list[EngineCoreOutput], weight_version: str, engine_time_s: float) -> None:
         """The loop that every token passes: what nearly all rows need stands here, without further calls."""
         processor = self._registry.processor
         assert processor is not None, "no request was sent before the model was ready"
-        processor.weight_version = weight_version
+        processor.weight_version, processor.engine_time_s = weight_version, engine_time_s
         in_flight, process_delta = self._registry.in_flight, processor.process_delta
         recorder = self._engine_recorder
         counts_tokens = recorder is not None
@@ -104,7 +104,10 @@ class OutputHandler:
             if num_rows >= chunk_size:  # before a row: behind the last one, the wait for a message is a schedule point
                 num_rows = 0
                 await trio.lowlevel.checkpoint()
-                processor.weight_version = weight_version  # rows of another engine may have been read meanwhile
+                processor.weight_version, processor.engine_time_s = (
+                    weight_version,
+                    engine_time_s,
+                )  # rows of another engine may have been read meanwhile
             num_rows += 1
             request = in_flight.get(row.request_id)
             if request is None:

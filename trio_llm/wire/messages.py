@@ -187,8 +187,10 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     pooled: bytes | None = None
     """The vector of a pooling request, in its one row: float32, little-endian. Finish reason `stop`."""
     queued_s: float | None = None
-    """Seconds from the request's arrival in this engine until its first token was planned; in a row with its first
-    token, and in its last row. None: it was not planned."""
+    """Seconds that the request waited in this engine until a token of it was planned; in the row with its first token,
+    or its vector."""
+    scheduled_s: float | None = None
+    """When that was, on the clock of `EngineCoreOutputs.timestamp`; in the same row."""
     num_preemptions: int = 0
     """Times that it lost its blocks in this engine; in its last row."""
 

@@ -106,7 +106,8 @@ def token_row(
         stop_reason=stop_reason,
         num_cached_tokens=(sequence.num_cached_tokens or 0) if start == 0 else 0,
         goes_on=sequence.is_resumable and is_last,
-        queued_s=sequence.queued_s if is_last or start == 0 else None,
+        queued_s=sequence.queued_s if start == 0 else None,
+        scheduled_s=sequence.scheduled_s if start == 0 else None,
         num_preemptions=sequence.num_preemptions if is_last else 0,
     )
 
@@ -121,6 +122,7 @@ def pooled_row(sequence: Sequence, vector: PooledVector) -> EngineCoreOutput:
         num_cached_tokens=sequence.num_cached_tokens or 0,
         pooled=vector.data,
         queued_s=sequence.queued_s,
+        scheduled_s=sequence.scheduled_s,
         num_preemptions=sequence.num_preemptions,
     )
 
@@ -135,7 +137,6 @@ def final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool 
         finish_reason=reason,
         error=error,
         is_expired=is_expired,
-        queued_s=sequence.queued_s,
         num_preemptions=sequence.num_preemptions,
     )
 

@@ -189,7 +189,7 @@ class EngineRequests:
         state, clock = request.state, request.clock
         is_first = clock.first_token_s is None
         if is_first:
-            clock.mark_first_token(now_s, state.queued_s)
+            clock.mark_first_token(now_s, queued_s=state.queued_s, prefill_s=state.prefill_s)
             request.report.note_first_token(clock)
         if self.recorder is None:
             return
@@ -210,7 +210,7 @@ class EngineRequests:
     def record_vector(self, request: InFlightRequest, now_s: float) -> None:
         """A row brought the vector of a pooling request."""
         state = request.state
-        request.clock.mark_first_token(now_s, state.queued_s)
+        request.clock.mark_first_token(now_s, queued_s=state.queued_s, prefill_s=state.prefill_s)
         if self.recorder is not None:
             self.recorder.vector(num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens)
 

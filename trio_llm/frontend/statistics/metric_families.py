@@ -35,7 +35,7 @@ _COUNTERS: Final[tuple[tuple[str, str, Callable[[EngineCounts], float]], ...]] =
     ("vllm:generation_tokens", "Generated tokens.", lambda e: e.counters["generation_tokens"]),
     (
         "vllm:prompt_tokens_cached",
-        "Those of the prompt tokens that were in the prefix cache.",
+        "Prompt tokens that were in the prefix cache.",
         lambda e: e.counters["cached_tokens"],
     ),
     (
@@ -43,7 +43,11 @@ _COUNTERS: Final[tuple[tuple[str, str, Callable[[EngineCounts], float]], ...]] =
         "Prompt tokens that the prefix cache was asked for.",
         lambda e: e.counters["queried_tokens"],
     ),
-    ("vllm:prefix_cache_hits", "Those of them that it had.", lambda e: e.counters["cached_tokens"]),
+    (
+        "vllm:prefix_cache_hits",
+        "Prompt tokens that the prefix cache was asked for and had.",
+        lambda e: e.counters["cached_tokens"],
+    ),
     ("vllm:num_preemptions", "Times that a request lost its KV blocks to others.", lambda e: e.num_preempted),
     (
         "trio_llm:engine_restarts",
@@ -59,7 +63,7 @@ _HISTOGRAMS: Final = {
     "request_time_per_output_token_seconds": "Mean between two tokens of an ended request that has at least two.",
     "e2e_request_latency_seconds": "From the arrival of an ended request to its end.",
     "request_queue_time_seconds": "From the registration of an ended request until its first token was planned.",
-    "request_prefill_time_seconds": "From there to its first token, or to its vector.",
+    "request_prefill_time_seconds": "From the planning of an ended request to its first token, or to its vector.",
     "request_decode_time_seconds": "From the first token of an ended request to its last one.",
     "request_inference_time_seconds": "Prefill and decode of an ended request.",
     "request_prompt_tokens": "Prompt tokens of ended requests.",
@@ -123,7 +127,7 @@ class _Families:
         yield self._by_label(
             GaugeMetricFamily,
             "num_requests_waiting_by_reason",
-            "The waiting ones by what they wait for: room (capacity), or the end of a pause or a sleep (deferred).",
+            "Waiting requests: for room (capacity), or for their client or the end of a pause or sleep (deferred).",
             "reason",
             _waiting_by_reason,
         )
@@ -155,6 +159,13 @@ class _Families:
                 "local_cache_hit": e.counters["cached_tokens"],
                 "external_kv_transfer": 0,
             },
+        )
+        yield self._by_label(
+            CounterMetricFamily,
+            "prompt_tokens_cached_by_source",
+            "Prompt tokens that were in the prefix cache, by where that is.",
+            "source",
+            lambda e: {"device": e.counters["cached_tokens"]},
         )
         yield self._by_label(
             CounterMetricFamily,
@@ -191,7 +202,9 @@ class _Families:
             labels=["operation"],
         )
         in_flight = GaugeMetricFamily(
-            "vllm:sleep_mode_operations_in_flight", "Such calls that are not over.", labels=["operation"]
+            "vllm:sleep_mode_operations_in_flight",
+            "Calls that put all engines to sleep or wake them and are not over.",
+            labels=["operation"],
         )
         for name, counts in self._snapshot.operations.items():
             _add_histogram(durations, [name], counts.durations)
@@ -230,7 +243,9 @@ def _http_families(http: HttpCounts) -> Iterator[Metric]:
     )
     highr = HistogramMetricFamily("http_request_duration_highr_seconds", "From a request's head to the answer's end.")
     by_handler = HistogramMetricFamily(
-        "http_request_duration_seconds", "The same by route and method, in fewer buckets.", labels=["handler", "method"]
+        "http_request_duration_seconds",
+        "From a request's head to the answer's end, by route and method, in few buckets.",
+        labels=["handler", "method"],
     )
     for handler, counts in http.handlers.items():
         for method, by_status in counts.requests.items():

@@ -11,8 +11,9 @@ from itertools import chain
 from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
 from trio_llm.frontend.statistics.histogram import HTTP_S_BY_HANDLER, make_histogram
@@ -30,6 +31,7 @@ from trio_llm.wire.messages import ModelConfig, SchedulerStats
 
 __all__ = ["PrometheusStatLogger"]
 
+_OPEN_METRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
 _MAX_MODEL_LEN: Final = 131_072
 """Of a model that is not known yet."""
 
@@ -128,11 +130,18 @@ class PrometheusStatLogger(StatLogger):
 
         Raises: as `merge`.
         """
-        encoder, content_type = choose_encoder(accept)
         registry = CollectorRegistry(auto_describe=False)
         counts = merge([self._counts, *others]) if others else self._counts
         registry.register(_Families(counts, self._process))
-        return encoder(registry), content_type
+        if choose_encoder(accept)[1].startswith("application/openmetrics-text"):
+            return _generate_open_metrics(registry), _OPEN_METRICS
+        return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _generate_open_metrics(registry: CollectorRegistry) -> bytes:
+    # By default prometheus_client writes `_` for the `:` in names of samples, but not in those of families. Ours need
+    # no escaping.
+    return openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Families(Collector):

@@ -19,8 +19,9 @@ class RequestClock:
     """When it was first sent, or would have been if an engine had been up."""
     sent_s: float = 0.0
     """When the engine that has it was sent it."""
-    scheduled_s: float | None = None
-    """When an engine first planned to compute a token of it. Known with its first token."""
+    queue_time_s: float | None = None
+    """As `FinishedRequestStats`; as the engine has told with the first token, like the next one."""
+    prefill_time_s: float | None = None
     first_token_s: float | None = None
     """For a pooling request: when its vector came."""
     last_token_s: float = 0.0
@@ -32,28 +33,16 @@ class RequestClock:
         if is_up:
             self.sent_s = now_s
 
-    def mark_first_token(self, now_s: float, queued_s: float | None) -> None:
+    def mark_first_token(self, now_s: float, *, queued_s: float | None, prefill_s: float | None) -> None:
         """The first token has come, or the vector.
 
         Args:
-            queued_s: how long the engine kept the request waiting, by its own clock; None: it has not said.
+            queued_s, prefill_s: what the engine has measured; None: nothing.
         """
         self.first_token_s = self.last_token_s = now_s
-        if queued_s is not None:
-            self.scheduled_s = self.sent_s + queued_s
-
-    @property
-    def queue_time_s(self) -> float | None:
-        """As `FinishedRequestStats`, as the others."""
-        if self.scheduled_s is None or self.submitted_s is None:
-            return None
-        return self.scheduled_s - self.submitted_s
-
-    @property
-    def prefill_time_s(self) -> float | None:
-        if self.scheduled_s is None or self.first_token_s is None:
-            return None
-        return max(0.0, self.first_token_s - self.scheduled_s)
+        self.prefill_time_s = prefill_s
+        if queued_s is not None and self.submitted_s is not None:
+            self.queue_time_s = self.sent_s - self.submitted_s + queued_s
 
     @property
     def decode_time_s(self) -> float | None:

@@ -54,7 +54,9 @@ class RequestState:
     """The reader wants nothing but the tokens and their text, as they come: see `OutputProcessor.process_delta`."""
     num_cached_tokens: int = 0
     queued_s: float | None = None
-    """How long the engine let it wait for its first token to be planned, by the engine's clock; None: not known yet."""
+    """How long the engine let it wait until its first token was planned, by the engine's clock; None: not known yet."""
+    prefill_s: float | None = None
+    """The same from there to its first token, or to its vector."""
     num_preemptions: int | None = None
     """Times that it lost its KV blocks in the engine; None: the engine has not ended it."""
     num_expired: int = 0
