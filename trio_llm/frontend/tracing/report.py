@@ -103,6 +103,35 @@ class RequestReport:
         """Seconds from the arrival to the first token of any choice. None: there was none."""
         return min((s for end in self.ends if (s := end.time_to_first_token_s) is not None), default=None)
 
+    # The times in the engine, as `FinishedRequestStats` has them. None where they have no meaning, as for a session.
+
+    @property
+    def queue_time_s(self) -> float | None:
+        """Until the engine planned a token of the first choice."""
+        return self._leader.queue_time_s
+
+    @property
+    def prefill_time_s(self) -> float | None:
+        """From there to the first token of any choice, or to the vector."""
+        return self._leader.prefill_time_s
+
+    @property
+    def decode_time_s(self) -> float | None:
+        """From there to the last token of any choice."""
+        first_token_s = self._leader.time_to_first_token_s
+        last_tokens_s = [
+            end.time_to_first_token_s + end.decode_time_s
+            for end in self.ends
+            if end.time_to_first_token_s is not None and end.decode_time_s is not None
+        ]
+        return None if first_token_s is None or not last_tokens_s else max(last_tokens_s) - first_token_s
+
+    @property
+    def _leader(self) -> FinishedRequestStats:
+        """The choice that had the first token."""
+        latency_s = self.time_to_first_token_s
+        return next(end for end in self.ends if end.time_to_first_token_s == latency_s)
+
 
 class RequestObserver(Protocol):
     """Learns of single requests. Synchronous; must not block. One that raises is told nothing more."""

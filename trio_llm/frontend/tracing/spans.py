@@ -6,7 +6,7 @@ Pure. Used by the tracer. Names: vLLM's, and those of OpenTelemetry's semantic c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 
 from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.pooling import PoolingParams
@@ -34,21 +34,22 @@ def request_attributes(report: RequestReport, model_name: str) -> Mapping[str, A
         "gen_ai.usage.num_sequences": len(report.ends),
         "gen_ai.latency.e2e": report.e2e_latency_s,
     }
-    if (first_token_s := report.time_to_first_token_s) is not None:
-        attributes["gen_ai.latency.time_to_first_token"] = first_token_s
-    for name, seconds in (
-        ("gen_ai.latency.time_in_queue", _least(end.queue_time_s for end in report.ends)),
-        ("gen_ai.latency.time_in_model_prefill", _least(end.prefill_time_s for end in report.ends)),
-        ("gen_ai.latency.time_in_model_decode", _most(end.decode_time_s for end in report.ends)),
-        ("gen_ai.latency.time_in_model_inference", _most(end.inference_time_s for end in report.ends)),
-    ):
-        if seconds is not None:
-            attributes[name] = seconds
+    attributes |= {name: seconds for name, seconds in _latencies(report) if seconds is not None}
     if isinstance(report.params, SamplingParams):
         attributes |= _sampling_attributes(report.params)
     if report.has_failed:
         attributes["error.type"] = "_OTHER" if report.error is None else type(report.error).__name__
     return attributes
+
+
+def _latencies(report: RequestReport) -> Iterator[tuple[str, float | None]]:
+    prefill_s, decode_s = report.prefill_time_s, report.decode_time_s
+    yield "gen_ai.latency.time_to_first_token", report.time_to_first_token_s
+    yield "gen_ai.latency.time_in_queue", report.queue_time_s
+    yield "gen_ai.latency.time_in_model_prefill", prefill_s
+    yield "gen_ai.latency.time_in_model_decode", decode_s
+    if prefill_s is not None and (decode_s is not None or isinstance(report.params, PoolingParams)):
+        yield "gen_ai.latency.time_in_model_inference", prefill_s + (decode_s or 0.0)
 
 
 def _sampling_attributes(params: SamplingParams) -> dict[str, AttributeValue]:
@@ -61,16 +62,6 @@ def _sampling_attributes(params: SamplingParams) -> dict[str, AttributeValue]:
     if params.max_tokens is not None:
         attributes["gen_ai.request.max_tokens"] = params.max_tokens
     return attributes
-
-
-def _least(times_s: Iterable[float | None]) -> float | None:
-    """Of those that are known, one per choice. None: none is."""
-    return min((time_s for time_s in times_s if time_s is not None), default=None)
-
-
-def _most(times_s: Iterable[float | None]) -> float | None:
-    """As `_least`."""
-    return max((time_s for time_s in times_s if time_s is not None), default=None)
 
 
 def _operation(params: SamplingParams | PoolingParams) -> str:
