@@ -75,11 +75,12 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
         EngineDeadError: all engines are dead for good.
     """
     link = SupervisorLink(channel, boot)
-    metrics = PrometheusStatLogger(model_names(boot.engine, boot.server)[0])
+    has_stats = not boot.engine.disable_log_stats
+    metrics = PrometheusStatLogger(model_names(boot.engine, boot.server)[0], has_engine_stats=has_stats)
     llm = AsyncLLM(
         link.cores,
         boot.engine,
-        [metrics],
+        [metrics] if has_stats else [],
         keep_alive_on_engine_death=boot.server.keep_alive_on_engine_death,
         make_call=link.make_call,
         load_of_others=load,
