@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.end_to_end.conftest import fake_engine
 from tests.end_to_end.servers import FAKE_ENGINE_COUNT, Server, children_of, is_alive, kill, open_stream, wait_until
@@ -127,6 +128,30 @@ async def test_connections_are_shared_out(front: Front) -> None:
 
     counts = [owners.count(pid) for pid in front.pids]
     assert min(counts) >= 10, counts
+
+
+async def test_metrics_of_any_front_end_are_those_of_all_also_of_those_that_have_died(front: Front) -> None:
+    async def counted(pid: int) -> float:
+        async with front.client_of(pid) as client:
+            return await front.server.metric(client, "vllm:generation_tokens_total")
+
+    first, second = front.pids
+    before = await counted(first)
+    for pid in (first, second):
+        await read_from(front, pid, "hello", num_tokens=10)
+    assert [await counted(pid) for pid in (first, second)] == [before + 20] * 2
+
+    kill(first)
+    await wait_until(lambda: len(front.pids) == NUM_FRONT_ENDS and first not in front.pids)
+    [new] = set(front.pids) - {second}
+    await read_from(front, second, "hello", num_tokens=10)
+    assert [await counted(pid) for pid in (second, new)] == [before + 30] * 2
+    async with front.client_of(second) as client:
+        text = (await client.get("/metrics")).text
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    samples = [sample for family in families for sample in family.samples]
+    assert len({(sample.name, *sorted(sample.labels.items())) for sample in samples}) == len(samples)
 
 
 async def test_a_front_end_that_is_killed_costs_only_its_own_streams_and_is_back(front: Front) -> None:
