@@ -334,7 +334,7 @@ def serve(engine_json: str, server_json: str) -> int:
 
     engine = msgspec.json.decode(engine_json, type=EngineConfig)
     server = msgspec.json.decode(server_json, type=ServerConfig)
-    return run_server(engine, server, log_level="info", log_stats=False)
+    return run_server(engine, server, log_level="info")
 
 
 if __name__ == "__main__":

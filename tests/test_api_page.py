@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from prometheus_client.parser import text_string_to_metric_families
 
 from trio_llm.errors import InvalidRequestError
 from trio_llm.frontend.http.openai.body import Neutral, parse_body
@@ -32,7 +31,6 @@ from trio_llm.frontend.http.openai.pooling import (
 from trio_llm.frontend.http.openapi import openapi_document
 from trio_llm.frontend.rendering.messages import MAX_MESSAGES, MAX_PARTS
 from trio_llm.frontend.requests.input_processor import MAX_CACHE_SALT_CHARS, MAX_PROMPT_LOGPROBS
-from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.sampling import (
     MAX_ALLOWED_TOKEN_IDS,
     MAX_BAD_WORD_CHARS,
@@ -197,15 +195,3 @@ def test_the_paths_of_the_page_are_those_of_the_openapi_document() -> None:
     listed = {path for _, path in re.findall(r"`(GET|POST) (/[^`]*)`", table)}
 
     assert listed == {*openapi_document("1")["paths"], "/openapi.json"}
-
-
-def test_the_series_of_the_page_are_those_of_the_metrics() -> None:
-    body, _ = PrometheusStatLogger("m").render("text/plain")
-    families = list(text_string_to_metric_families(body.decode()))
-    served = {
-        family.name + ("_total" if family.type == "counter" else "")
-        for family in families
-        if family.name.startswith(("vllm:", "trio_llm"))
-    }
-
-    assert set(re.findall(r"`((?:vllm:|trio_llm[:_])\w+)`", section("Probes and metrics"))) == served

@@ -40,13 +40,22 @@ if TYPE_CHECKING:
     from trio_llm.frontend.kv_events import KVEventBatch
     from trio_llm.frontend.open_llm import open_llm
     from trio_llm.frontend.requests.sessions import StreamingInput
-    from trio_llm.outputs import CompletionOutput, PoolingOutput, RequestOutput
+    from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
+    from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+    from trio_llm.frontend.statistics.stats import (
+        AggregateStatLogger,
+        FinishedRequestStats,
+        IterationStats,
+        StatLogger,
+    )
+    from trio_llm.outputs import CompletionOutput, PoolingOutput, RequestMetrics, RequestOutput
     from trio_llm.pooling import PoolingParams
     from trio_llm.sampling import RequestOutputKind, SamplingParams
     from trio_llm.tokenization import TokenizationParams
-    from trio_llm.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored
+    from trio_llm.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored, SchedulerStats
 
 _HOMES: Final = {
+    "AggregateStatLogger": "trio_llm.frontend.statistics.stats",
     "AllBlocksCleared": "trio_llm.wire.messages",
     "AsyncLLM": "trio_llm.frontend.async_llm",
     "BlockRemoved": "trio_llm.wire.messages",
@@ -62,23 +71,30 @@ _HOMES: Final = {
     "EngineGenerateError": "trio_llm.errors",
     "EngineStartupError": "trio_llm.errors",
     "EngineUnavailableError": "trio_llm.errors",
+    "FinishedRequestStats": "trio_llm.frontend.statistics.stats",
     "FrontEndDeadError": "trio_llm.errors",
     "InvalidRequestError": "trio_llm.errors",
+    "IterationStats": "trio_llm.frontend.statistics.stats",
     "KVEventBatch": "trio_llm.frontend.kv_events",
     "KVEventsLostError": "trio_llm.errors",
+    "LoggingStatLogger": "trio_llm.frontend.statistics.logging_logger",
     "ModelNotFoundError": "trio_llm.errors",
     "NotSupportedError": "trio_llm.errors",
     "OverloadedError": "trio_llm.errors",
     "PoolingOutput": "trio_llm.outputs",
     "PoolingParams": "trio_llm.pooling",
+    "PrometheusStatLogger": "trio_llm.frontend.statistics.prometheus",
     "PromptTooLongError": "trio_llm.errors",
     "QueueFullError": "trio_llm.errors",
     "QueuedTokensError": "trio_llm.errors",
+    "RequestMetrics": "trio_llm.outputs",
     "RequestOutput": "trio_llm.outputs",
     "RequestOutputKind": "trio_llm.sampling",
     "RequestTimeoutError": "trio_llm.errors",
     "SamplingParams": "trio_llm.sampling",
+    "SchedulerStats": "trio_llm.wire.messages",
     "ServerConfig": "trio_llm.config",
+    "StatLogger": "trio_llm.frontend.statistics.stats",
     "StreamingInput": "trio_llm.frontend.requests.sessions",
     "TokenizationParams": "trio_llm.tokenization",
     "TrioLLMError": "trio_llm.errors",
@@ -87,6 +103,7 @@ _HOMES: Final = {
 }
 
 __all__ = [
+    "AggregateStatLogger",
     "AllBlocksCleared",
     "AsyncLLM",
     "BlockRemoved",
@@ -102,23 +119,30 @@ __all__ = [
     "EngineGenerateError",
     "EngineStartupError",
     "EngineUnavailableError",
+    "FinishedRequestStats",
     "FrontEndDeadError",
     "InvalidRequestError",
+    "IterationStats",
     "KVEventBatch",
     "KVEventsLostError",
+    "LoggingStatLogger",
     "ModelNotFoundError",
     "NotSupportedError",
     "OverloadedError",
     "PoolingOutput",
     "PoolingParams",
+    "PrometheusStatLogger",
     "PromptTooLongError",
     "QueueFullError",
     "QueuedTokensError",
+    "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "RequestTimeoutError",
     "SamplingParams",
+    "SchedulerStats",
     "ServerConfig",
+    "StatLogger",
     "StreamingInput",
     "TokenizationParams",
     "TrioLLMError",

@@ -145,6 +145,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """There is such a balancer. Implied by `data_parallel_rank`, without which it cannot be."""
     enable_prefix_affinity: bool = True
     """With several engines: prefer one that has computed the beginning of a prompt. Not without prefix caching."""
+    disable_log_stats: bool = False
+    """Compute no statistics, unless a stat logger is given or installed; servers have no log line of them and no series
+    of the engine in /metrics."""
     profile_dir: str | None = None
     """Folder for traces of the torch profiler; None: it cannot be started."""
     enable_log_requests: bool = False
@@ -255,6 +258,8 @@ class ServerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Open connections; further ones are closed at once. Fewer if the process may not open that many descriptors."""
     dev_mode: bool = False
     """Serve the control routes, too: every program that reaches the port may then control the engine."""
+    enable_per_request_metrics: bool = False
+    """Answers to a single choice tell how long the request took, in the field `metrics`."""
     weights_root: str | None = None
     """Folder below which /update_weights takes weights from; None: it takes none."""
 

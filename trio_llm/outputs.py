@@ -16,6 +16,7 @@ __all__ = [
     "FinishReason",
     "Logprob",
     "PoolingOutput",
+    "RequestMetrics",
     "RequestOutput",
     "TokenLogprobs",
     "WeightVersionSpan",
@@ -72,6 +73,22 @@ class CompletionOutput(msgspec.Struct, gc=False):
     alone."""
 
 
+class RequestMetrics(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """When things happened to a request. With several choices, the first token is that of whichever had one first."""
+
+    arrival_time: float
+    """Seconds since 1970."""
+    queue_time_s: float | None
+    """From its registration until the engine planned its first token. None: it ended before a token came, as in the
+    next two."""
+    time_to_first_token_s: float | None
+    """From its arrival."""
+    generation_time_s: float | None
+    """From its first token to its last output."""
+    total_time_s: float
+    """From its arrival to its last output."""
+
+
 class RequestOutput(msgspec.Struct, gc=False):
     """One item of a stream."""
 
@@ -93,6 +110,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     prompt: str | None = None
     """The prompt's text, before it was cut to `truncate_prompt_tokens`; a conversation's is what its template made of
     it. None if the caller gave token ids, and for sessions."""
+    metrics: RequestMetrics | None = None
+    """In the last item alone; None if statistics are off (`disable_log_stats`)."""
 
 
 class PoolingOutput(msgspec.Struct, frozen=True, gc=False):

@@ -101,7 +101,7 @@ def test_the_version_is_the_package_s(capsys: pytest.CaptureFixture[str]) -> Non
 def test_no_option_changes_no_default(served: list[Any]) -> None:
     assert run(["serve"]) == 0
 
-    assert served == [(EngineConfig(), ServerConfig(), {"log_level": "info", "log_stats": True})]
+    assert served == [(EngineConfig(), ServerConfig(), {"log_level": "info"})]
 
 
 def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> None:
@@ -113,7 +113,7 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         "--on-engine-death exit --max-engine-restarts 0 --stall-timeout 9.5 "
         "--data-parallel-size 4 --data-parallel-rank 2 --data-parallel-external-lb --disable-prefix-affinity "
         "--drain-timeout 5 --keep-alive-on-engine-death --max-body-bytes 1M --body-timeout 7 "
-        "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats "
+        "--sse-keep-alive-interval 3 --log-level debug --disable-log-stats --enable-per-request-metrics "
         "--enable-log-requests --max-log-len 1k --otlp-traces-endpoint http://127.0.0.1:4318"
     )
 
@@ -140,6 +140,7 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         data_parallel_external_lb=True,
         enable_prefix_affinity=False,
         stall_timeout_s=9.5,
+        disable_log_stats=True,
         enable_log_requests=True,
         max_log_len=1000,
         otlp_traces_endpoint="http://127.0.0.1:4318",
@@ -154,8 +155,9 @@ def test_every_option_reaches_its_field(served: list[Any], tmp_path: Path) -> No
         max_body_bytes=1024**2,
         body_timeout_s=7,
         sse_keep_alive_interval_s=3,
+        enable_per_request_metrics=True,
     )
-    assert served == [(engine, server, {"log_level": "debug", "log_stats": False})]
+    assert served == [(engine, server, {"log_level": "debug"})]
 
 
 def test_underscores_do_for_hyphens_in_names_of_options_only(served: list[Any]) -> None:

@@ -44,7 +44,6 @@ if __name__ == "__main__":
             msgspec.json.decode(engine_json, type=EngineConfig),
             msgspec.json.decode(server_json, type=ServerConfig),
             log_level="info",
-            log_stats=False,
         )
     except TrioLLMError as error:
         print(f"trio-llm: {error}", file=sys.stderr)

@@ -461,3 +461,85 @@ def test_a_row_that_fails_ends_its_pooling_request_alone() -> None:
 
     assert {row.request_id: row.finish_reason for row in rows} == {"bad": "error", "good": "stop", "r": "length"}
     assert [row.request_id for row in rows if row.pooled] == ["good"]
+
+
+# ------------------------------------------------------------------------------------- statistics
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_the_row_with_the_first_token_tells_how_long_a_request_waited_for_its_turn() -> None:
+    clock = Clock()
+    core = a_core(clock=clock)
+    rows: list[EngineCoreOutput] = []
+    for index in range(5):  # four run at a time
+        core.handle(a_request(str(index)))
+    while core.is_busy:
+        clock.now_s += 1.5
+        rows += [row for message in turn(core) for row in message.outputs]
+
+    told = {(row.request_id, row.start): (row.queued_s, row.scheduled_s) for row in rows}
+    assert [told["0", start] for start in range(3)] == [(1.5, 101.5), (None, None), (None, None)]
+    assert [told["4", start] for start in range(3)] == [(6.0, 106.0), (None, None), (None, None)]
+
+
+def test_a_vector_comes_with_the_time_that_its_request_waited() -> None:
+    clock = Clock()
+    core = a_core(clock=clock)
+    core.handle(a_pooling_request())
+    clock.now_s += 2
+
+    (row,) = run(core)
+
+    assert (row.queued_s, row.scheduled_s) == (2.0, 102.0)
+
+
+def test_the_last_row_tells_how_often_a_request_was_preempted() -> None:
+    core = a_core()
+    core.handle(a_request())
+    turn(core)
+    core.handle(UtilityCall(1, "sleep", [1]))
+
+    rows = run(core, UtilityCall(2, "wake_up"))
+
+    assert [row.num_preemptions for row in rows] == [0, 1]
+
+
+@pytest.mark.parametrize("run_ahead", [0, 1])
+def test_the_last_statistics_before_an_engine_idles_are_those_of_an_idle_engine(run_ahead: int) -> None:
+    core = a_core(run_ahead=run_ahead)
+    core.handle(a_request(max_tokens=100))
+    turn(core)
+    core.handle(Abort(["r"]))
+
+    messages = [message for _ in range(5) for message in turn(core)]
+
+    assert not core.is_busy
+    assert messages[-1].stats is not None
+    assert messages[-1].stats.num_running == 0
+    assert messages[-1].stats.num_free_blocks == messages[-1].stats.num_blocks
+
+
+def test_statistics_tell_sleep_and_what_must_wait() -> None:
+    core = a_core()
+    core.handle(UtilityCall(1, "pause", ["wait", False]))
+    core.handle(a_request())
+    (paused,) = turn(core)
+    core.handle(UtilityCall(2, "sleep", [2]))
+    (asleep,) = turn(core)
+    core.handle(UtilityCall(3, "wake_up"))
+    core.handle(UtilityCall(4, "resume"))
+    awake = turn(core)[-1]
+
+    assert paused.stats is not None
+    assert asleep.stats is not None
+    assert awake.stats is not None
+    assert (paused.stats.num_waiting, paused.stats.num_deferred, paused.stats.sleep_level) == (1, 1, 0)
+    assert (asleep.stats.num_deferred, asleep.stats.sleep_level) == (1, 2)
+    assert (awake.stats.num_deferred, awake.stats.sleep_level) == (0, 0)

@@ -20,7 +20,8 @@ from trio_llm.frontend.requests.collector import RequestOutputCollector
 from trio_llm.frontend.requests.in_flight import InFlightRequest
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
-from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.frontend.statistics.iteration import StatisticsRecorder
+from trio_llm.frontend.statistics.request_clock import RequestClock
 from trio_llm.outputs import FinishReason
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import LOGITS_WIDTH, MODEL_DIR

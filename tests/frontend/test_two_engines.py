@@ -20,7 +20,7 @@ from trio_llm.frontend.core_client.restarting import RestartingClient
 from trio_llm.frontend.kv_events import KVEventHub
 from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.rendering.renderer import Renderer
-from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.statistics.stats import IterationStats, StatLogger
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR, AnsweringExecutor
 from trio_llm.testing.in_memory import InMemoryCoreClient
@@ -30,8 +30,8 @@ NUM_ENGINES = 2
 LONG = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True)
 
 
-class Loggers:
-    """Remembers which engine each record is about. A StatLogger."""
+class Loggers(StatLogger):
+    """Remembers which engine each record is about."""
 
     def __init__(self) -> None:
         self.tokens = [0] * NUM_ENGINES
@@ -40,12 +40,6 @@ class Loggers:
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int) -> None:
         self.tokens[engine_index] += iteration.num_generation_tokens
         self.restarts[engine_index] += iteration.num_restarts
-
-    def record_rejection(self, reason: str) -> None:
-        pass
-
-    def log(self) -> None:
-        pass
 
 
 class TwoEngines(AsyncLLM):

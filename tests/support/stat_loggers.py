@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.statistics.stats import IterationStats, StatLogger
 from trio_llm.wire.messages import SchedulerStats
 
 __all__ = ["RecordingStatLogger"]
 
 
-class RecordingStatLogger:
-    """Implements `StatLogger`."""
+class RecordingStatLogger(StatLogger):
+    """Adds up."""
 
     def __init__(self) -> None:
         self.num_prompt_tokens = 0
@@ -39,6 +39,3 @@ class RecordingStatLogger:
 
     def record_rejection(self, reason: str) -> None:
         self.rejections.append(reason)
-
-    def log(self) -> None:
-        pass

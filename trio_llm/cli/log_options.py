@@ -23,7 +23,11 @@ LogLevel = Annotated[
 ]
 DisableLogStats = Annotated[
     bool,
-    typer.Option("--disable-log-stats", help="No line of statistics every ten seconds.", rich_help_panel=_LOGS),
+    typer.Option(
+        "--disable-log-stats",
+        help="Compute no statistics: no line every ten seconds, and nothing of the engines in /metrics.",
+        rich_help_panel=_LOGS,
+    ),
 ]
 EnableLogRequests = Annotated[
     bool,

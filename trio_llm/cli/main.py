@@ -125,6 +125,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     body_timeout_s: options.BodyTimeout = _SERVER.body_timeout_s,
     sse_keep_alive_interval_s: options.SSEKeepAlive = _SERVER.sse_keep_alive_interval_s,
     output_proc_chunk_size: options.OutputProcChunkSize = _ENGINE.output_proc_chunk_size,
+    enable_per_request_metrics: options.PerRequestMetrics = _SERVER.enable_per_request_metrics,
     drain_timeout_s: options.DrainTimeout = _SERVER.drain_timeout_s,
     keep_alive_on_engine_death: options.KeepAlive = _SERVER.keep_alive_on_engine_death,
     on_engine_death: options.OnEngineDeath = _ENGINE.on_engine_death,
@@ -134,7 +135,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     weights_root: options.WeightsRoot = _SERVER.weights_root,
     profile_dir: options.ProfileDir = _ENGINE.profile_dir,
     log_level: log_options.LogLevel = "info",
-    disable_log_stats: log_options.DisableLogStats = False,
+    disable_log_stats: log_options.DisableLogStats = _ENGINE.disable_log_stats,
     enable_log_requests: log_options.EnableLogRequests = _ENGINE.enable_log_requests,
     max_log_len: log_options.MaxLogLen = _ENGINE.max_log_len,
     otlp_traces_endpoint: log_options.OTLPTracesEndpoint = _ENGINE.otlp_traces_endpoint,
@@ -149,7 +150,7 @@ def serve(  # noqa: PLR0913 - typer reads the options off the signature
     server_config = ServerConfig(served_model_names=tuple(served_model_name or ()), **_fields_of(ServerConfig, given))
     from trio_llm.cli.serve import run_server
 
-    return run_server(engine_config, server_config, log_level=log_level, log_stats=not disable_log_stats)
+    return run_server(engine_config, server_config, log_level=log_level)
 
 
 @app.command()

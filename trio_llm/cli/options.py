@@ -226,6 +226,14 @@ SSEKeepAlive = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+PerRequestMetrics = Annotated[
+    bool,
+    typer.Option(
+        "--enable-per-request-metrics",
+        help="Tell in answers how long they took, in the field metrics.",
+        rich_help_panel=_SERVER,
+    ),
+]
 
 DevMode = Annotated[
     bool,

@@ -18,6 +18,7 @@ from trio_llm.cli.banner import banner
 from trio_llm.cli.output import make_output_lenient
 from trio_llm.cli.progress import open_progress
 from trio_llm.config import EngineConfig, ServerConfig
+from trio_llm.errors import ConfigError
 from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.gc_tuning import tune_gc
@@ -41,14 +42,18 @@ _ENDING_S: Final = 15.0
 """Seconds that the end may take after the drain, for last events, handlers and the engine. Then the kernel kills us."""
 
 
-def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str, log_stats: bool) -> int:
+def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str) -> int:
     """Serve until a signal (returns 0) or an error.
 
     Raises:
-        ConfigError: the server cannot listen there.
+        ConfigError: the server cannot listen there, or two settings exclude each other.
         EngineStartupError: the engine ended before it was ready.
         EngineDeadError: the engine died later, and the server is not to outlive it.
     """
+    if server.enable_per_request_metrics and engine.disable_log_stats:
+        raise ConfigError(
+            "--enable-per-request-metrics needs what --disable-log-stats turns off; leave out one of them"
+        )
     make_output_lenient()
     logging.basicConfig(
         level=log_level.upper(), handlers=[_StderrHandler()], format="%(asctime)s %(levelname)s %(name)s: %(message)s"
@@ -60,15 +65,13 @@ def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str, lo
             if server.api_server_count > 1:
                 trio.run(partial(supervise, engine, server, listeners=listeners, log_level=log_level))
             else:
-                trio.run(partial(serve_engine, engine, server, listeners=listeners, log_stats=log_stats))
+                trio.run(partial(serve_engine, engine, server, listeners=listeners))
     finally:
         hard_exit_after(0)
     return 0
 
 
-async def serve_engine(
-    engine: EngineConfig, server: ServerConfig, *, listeners: Listeners, log_stats: bool = True
-) -> None:
+async def serve_engine(engine: EngineConfig, server: ServerConfig, *, listeners: Listeners) -> None:
     """Start the server, then the engine, and run both until SIGTERM, SIGINT or the engine's death. Prints the progress.
 
     Cancellation: stops both; takes up to about four seconds.
@@ -76,8 +79,8 @@ async def serve_engine(
     Raises: as `run_server`.
     """
     name = model_names(engine, server)[0]
-    metrics = PrometheusStatLogger(name)
-    stat_loggers: list[StatLogger] = [metrics, *([LoggingStatLogger()] if log_stats else [])]
+    metrics = PrometheusStatLogger(name, has_engine_stats=not engine.disable_log_stats)
+    stat_loggers: list[StatLogger] = [] if engine.disable_log_stats else [metrics, LoggingStatLogger()]
     stop = trio.Event()
     with unwrap_single():
         async with (

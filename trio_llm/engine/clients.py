@@ -145,6 +145,12 @@ class Clients:
 
     # --------------------------------------------------------------------------------------- messages
 
+    def tell_all(self) -> None:
+        """Let a message with statistics be due to each client that has credit, also if there is nothing else."""
+        for outbox in self._outboxes.values():
+            if outbox.has_credit:
+                outbox.answer()
+
     @property
     def is_due(self) -> bool:
         """There is something that `seal` may seal now."""
@@ -197,7 +203,8 @@ class Clients:
         """What is due to the clients that were sent nothing for a whole interval.
 
         Beside others, a client is also sent the statistics if they have changed since its last message: it has to know
-        of the load and of the end of work that is not its own.
+        of the load and of the end of work that is not its own. Without others, if other numbers of requests run and
+        wait: of those that wait and may not begin no row would tell.
 
         Args:
             num_executed: steps that were computed so far.
@@ -206,9 +213,16 @@ class Clients:
         for client_index, outbox in self._outboxes.items():
             if outbox.quiet_since_s + HEARTBEAT_INTERVAL_S > now_s:
                 continue
-            has_others = self._only is None
-            if has_others and outbox.has_credit and self._add_load(client_index, now_s, stats) != outbox.stats:
+            if self._only is None:
+                has_news = self._add_load(client_index, now_s, stats) != outbox.stats
+            else:
+                has_news = _count_requests(stats) != _count_requests(outbox.stats or SchedulerStats())
+            if has_news and outbox.has_credit:
                 messages.append((client_index, self._seal_one(client_index, outbox, now_s, stats, weight_version)))
             if heartbeat := outbox.make_heartbeat(now_s, num_executed):
                 messages.append((client_index, heartbeat))
         return messages
+
+
+def _count_requests(stats: SchedulerStats) -> tuple[int, int, int]:
+    return stats.num_running, stats.num_waiting, stats.num_deferred

@@ -176,14 +176,18 @@ class EngineCore:
             Exception: the executor failed as a whole; the engine cannot go on.
         """
         assert not self._sealed, "take_answers() comes first"
+        had_steps = not self._pipeline.is_empty
         if self.has_credit:
             self._clients.add_rows(self._pipeline.advance(may_plan=self._control_calls.state.may_step))
         self._collect()
-        return self._seal(self._scheduler.stats()) if self._clients.is_due else []
+        if had_steps and self._pipeline.is_empty and not self._scheduler.has_unfinished:
+            # A step that was in flight when the last sequence ended has given its blocks back only now.
+            self._clients.tell_all()
+        return self._seal(self._stats()) if self._clients.is_due else []
 
     def take_heartbeats(self) -> list[Addressed]:
-        """The messages that show that the loop turns, to the clients that were sent nothing for a second. Beside other
-        clients, statistics that have changed go along."""
+        """The messages that show that the loop turns, to the clients that were sent nothing for a second; statistics go
+        along where they have changed."""
         now_s = self._clock()
         if now_s < self._clients.heartbeat_due_s:
             return []
@@ -203,7 +207,15 @@ class EngineCore:
 
     def _stats_between_steps(self) -> SchedulerStats:
         """The counts of the last step were in the messages of that step."""
-        return msgspec.structs.replace(self._scheduler.stats(), num_prompt_tokens=0, num_cached_tokens=0)
+        return msgspec.structs.replace(self._stats(), num_prompt_tokens=0, num_cached_tokens=0)
+
+    def _stats(self) -> SchedulerStats:
+        """What the scheduler says, and what control calls keep from going on."""
+        stats, control = self._scheduler.stats(), self._control_calls.state
+        if control.may_step:
+            return stats
+        level = control.sleep_state.level
+        return msgspec.structs.replace(stats, num_deferred=stats.num_waiting, sleep_level=level)
 
     def _seal(self, stats: SchedulerStats, *, without_credit: bool = False) -> list[Addressed]:
         version = self._control_calls.state.weight_version
@@ -249,6 +261,7 @@ class EngineCore:
                 )
             )
             return
+        now_s = self._clock()
         self._clients.own(client_index, request.request_id)
         self._scheduler.add(
             Sequence(
@@ -257,7 +270,8 @@ class EngineCore:
                 num_prompt_tokens=len(request.prompt_token_ids),
                 params=request.params,
                 priority=request.priority,
-                expires_at=None if request.deadline_s is None else self._clock() + request.deadline_s,
+                arrived_s=now_s,
+                expires_at=None if request.deadline_s is None else now_s + request.deadline_s,
                 bad_words=request.bad_words_token_ids,
                 # Prompt log-probabilities were sent before the first token was.
                 next_prompt_logprob=len(request.prompt_token_ids) if request.output_token_ids else 1,
@@ -293,7 +307,7 @@ class EngineCore:
             self._clients.add_rows(self._pipeline.drain())
         if call.method in REPLACE_WEIGHTS:
             # Tokens that wait were computed by the old weights, and their messages must say so.
-            self._sealed += self._seal(self._scheduler.stats(), without_credit=True)
+            self._sealed += self._seal(self._stats(), without_credit=True)
         for caller, result in self._control_calls.call(call, client_index):
             self._clients[caller].answer(result)
         self._clients.add_rows(self._control_calls.take_rows())

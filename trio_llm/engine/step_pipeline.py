@@ -80,9 +80,8 @@ class StepPipeline:
         return rows
 
     def _schedule(self) -> StepPlan | None:
-        if self._budget is None:
-            return self._scheduler.schedule()
-        return self._scheduler.schedule(max_prefill_tokens=self._budget.num_prefill_tokens)
+        max_prefill_tokens = None if self._budget is None else self._budget.num_prefill_tokens
+        return self._scheduler.schedule(now_s=self._clock(), max_prefill_tokens=max_prefill_tokens)
 
     def _retire(self) -> list[EngineCoreOutput]:
         oldest = self._in_flight.popleft()

@@ -38,9 +38,9 @@ from trio_llm.frontend.requests.input_processor import InputProcessor
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.registry import RequestRegistry
 from trio_llm.frontend.requests.submitter import RequestCalls, RequestSubmitter
-from trio_llm.frontend.statistics.iteration import StatisticsRecorder
-from trio_llm.frontend.statistics.stats import StatLogger
-from trio_llm.frontend.statistics.totals import EngineStatistics, Totals
+from trio_llm.frontend.statistics.loggers import open_recorder
+from trio_llm.frontend.statistics.stats import StatLoggerSource
+from trio_llm.frontend.statistics.totals import EngineStatistics
 from trio_llm.frontend.tracing.observers import open_observers
 from trio_llm.wire.messages import ModelConfig
 
@@ -64,7 +64,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self,
         cores: Sequence[CoreClient],
         config: EngineConfig,
-        stat_loggers: Sequence[StatLogger],
+        stat_loggers: Sequence[StatLoggerSource],
         *,
         keep_alive_on_engine_death: bool,
         make_call: MakeCall | None = None,
@@ -75,14 +75,13 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._keep_alive = keep_alive_on_engine_death
         self._group = EngineGroup(cores, config, self._check_ready, make_call=make_call)
         self._engines = self._group.engines
-        numbers = {"num_engines": len(cores), "first_rank": config.first_rank}
-        self._totals = Totals(**numbers)
-        self._recorder = StatisticsRecorder([self._totals, *stat_loggers], **numbers)
+        self._recorder = open_recorder(config, stat_loggers, num_engines=len(cores))
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection, others=load_of_others)
         balancer = balancer or Balancer.of(config, num_engines=len(cores))
         self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=balancer)
         self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = self._group.control
+        self._control.observe = self._recorder.operation
         self._kv_events = KVEventHub(len(cores))
         self._model: LoadedModel | None = None
         self._settled = trio.Event()
@@ -173,7 +172,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     def statistics(self) -> EngineStatistics:
         num_blocks = [0 if engine.model is None else engine.model.num_blocks for engine in self._engines]
-        return self._totals.snapshot(self.status.state, num_blocks=num_blocks)
+        return self._recorder.snapshot(self.status.state, num_blocks=num_blocks)
 
     def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
         if not self.config.kv_events:
@@ -192,7 +191,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
     async def _run(self, nursery: trio.Nursery) -> None:
         self._submitter.nursery = nursery
         self._group.start(nursery, self._handle_outputs)
-        nursery.start_soon(self._log_statistics)
+        if self._recorder.is_enabled:
+            nursery.start_soon(self._log_statistics)
         await self._load_model()
 
     async def _handle_outputs(self, engine: Engine) -> None:

@@ -18,7 +18,7 @@ from trio_llm.frontend.core_client.one_engine import OneEngineClient
 from trio_llm.frontend.core_client.restart_policy import RestartPolicy
 from trio_llm.frontend.core_client.restarting import RestartingClient
 from trio_llm.frontend.exception_groups import unwrap_single
-from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.frontend.statistics.stats import StatLoggerSource
 
 __all__ = ["make_cores", "open_llm", "open_llm_over", "open_tasks"]
 
@@ -28,7 +28,7 @@ async def open_llm(
     config: EngineConfig | str | None = None,
     *,
     wait_until_ready: bool = True,
-    stat_loggers: Sequence[StatLogger] = (),
+    stat_loggers: Sequence[StatLoggerSource] = (),
     keep_alive_on_engine_death: bool = False,
 ) -> AsyncIterator[AsyncLLM]:
     """Start the engines, one unless `data_parallel_size` says more, and stop them when the block is left.
@@ -36,7 +36,9 @@ async def open_llm(
     Args:
         config: what to run; a string is a model directory, None the embedded model.
         wait_until_ready: False: enter at once; `generate()` raises EngineUnavailableError until the model is loaded.
-        stat_loggers: get the statistics, in the output handler's task.
+        stat_loggers: get the statistics, in tasks that serve requests. A logger gets those of all engines; a factory
+            makes one per engine, with the configuration and the engine's index, and a class that derives from
+            `AggregateStatLogger` one for all. Plugins (entry points `trio_llm.stat_loggers`) get them as well.
         keep_alive_on_engine_death: tells servers to go on answering when the engine is gone.
 
     Cancellation: leaving the block, by any way, stops the engine processes; this takes up to about four seconds,
@@ -75,7 +77,7 @@ async def open_llm_over(
     config: EngineConfig,
     *,
     wait_until_ready: bool = True,
-    stat_loggers: Sequence[StatLogger] = (),
+    stat_loggers: Sequence[StatLoggerSource] = (),
     keep_alive_on_engine_death: bool = False,
 ) -> AsyncIterator[AsyncLLM]:
     """As `open_llm`, over a core client of one's own."""

@@ -81,22 +81,25 @@ class OutputHandler:
 
     async def _deliver_outputs(self, message: EngineCoreOutputs) -> None:
         if message.stats is not None:
-            self._engine_recorder.scheduler(message.stats)
             self._requests.others_work = message.stats.num_tokens_of_others
+            if self._engine_recorder is not None:
+                self._engine_recorder.message(message.stats, message.timestamp)
         if message.kv_events:
             self._kv_events.put(message)
         if message.outputs:
-            await self._deliver_rows(message.outputs, message.weight_version)
+            await self._deliver_rows(message.outputs, message.weight_version, message.timestamp)
             if self._aborted:
                 aborted, self._aborted = self._aborted, []
                 self._registry.end_in_engine(aborted)
 
-    async def _deliver_rows(self, rows: list[EngineCoreOutput], weight_version: str) -> None:
+    async def _deliver_rows(self, rows: list[EngineCoreOutput], weight_version: str, engine_time_s: float) -> None:
         """The loop that every token passes: what nearly all rows need stands here, without further calls."""
         processor = self._registry.processor
         assert processor is not None, "no request was sent before the model was ready"
-        processor.weight_version = weight_version
+        processor.weight_version, processor.engine_time_s = weight_version, engine_time_s
         in_flight, process_delta = self._registry.in_flight, processor.process_delta
+        recorder = self._engine_recorder
+        counts_tokens = recorder is not None
         num_tokens, latencies_s = 0, []
         now_s = trio.current_time()
         num_rows, chunk_size = self._slice_rows, self._chunk_size
@@ -104,16 +107,20 @@ class OutputHandler:
             if num_rows >= chunk_size:  # before a row: behind the last one, the wait for a message is a schedule point
                 num_rows = 0
                 await trio.lowlevel.checkpoint()
-                processor.weight_version = weight_version  # rows of another engine may have been read meanwhile
+                processor.weight_version, processor.engine_time_s = (
+                    weight_version,
+                    engine_time_s,
+                )  # rows of another engine may have been read meanwhile
             num_rows += 1
             request = in_flight.get(row.request_id)
             if request is None:
                 pass  # harmless: an abort and the end may cross
             elif (output := process_delta(request.state, row)) is not None:
-                clock = request.clock
-                latencies_s.append(now_s - clock.last_token_s)
-                clock.last_token_s = now_s
-                num_tokens += len(row.new_token_ids)
+                if counts_tokens:
+                    clock = request.clock
+                    latencies_s.append(now_s - clock.last_token_s)
+                    clock.last_token_s = now_s
+                    num_tokens += len(row.new_token_ids)
                 unread_bytes = request.collector.put(output)
                 if unread_bytes > _MAX_UNREAD_BYTES:
                     self._check_unread(request, unread_bytes)
@@ -128,8 +135,8 @@ class OutputHandler:
                 if row.prompt_logprobs is not None:
                     num_rows += len(row.prompt_logprobs)  # to name a token's alternatives is work like that of a row
         self._slice_rows = num_rows
-        if latencies_s:
-            self._engine_recorder.tokens_of_message(num_tokens, latencies_s)
+        if recorder is not None and latencies_s:
+            recorder.tokens_of_message(num_tokens, latencies_s)
 
     def _deliver(self, request: InFlightRequest, row: ProcessedRow, now_s: float) -> None:
         """Deliver a row that is not merely tokens amid an answer."""
@@ -137,7 +144,9 @@ class OutputHandler:
         if row.num_new_tokens:
             registry.record_tokens(request, row.num_new_tokens, now_s)
         if row.is_pooled:
-            registry.record_vector(request)
+            registry.record_vector(request, now_s)
+        if row.finish_reason is not None:
+            registry.with_metrics(request, row.output)
         unread_bytes = request.collector.put(row.output) if row.output is not None else 0
         if row.is_expired:
             registry.mark_expired(request)

@@ -26,7 +26,7 @@ from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.rendering.chat_template import ChatTemplate
 from trio_llm.frontend.rendering.renderer import Renderer
 from trio_llm.frontend.rendering.tokenizer import Tokenizer, read_tokenizer_config
-from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.frontend.statistics.stats import StatLoggerSource
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing.answers import END, LOGITS_WIDTH, MODEL_DIR, AnsweringExecutor, read_text
@@ -70,7 +70,7 @@ class FakeLLM(AsyncLLM):
         self,
         executors: Sequence[AnsweringExecutor],
         config: EngineConfig,
-        stat_loggers: Sequence[StatLogger],
+        stat_loggers: Sequence[StatLoggerSource],
         *,
         step_s: float,
     ) -> None:
@@ -281,7 +281,7 @@ async def open_fake_llm(
     answer: str | None = None,
     step_s: float = 0.0,
     num_engines: int = 1,
-    stat_loggers: Sequence[StatLogger] = (),
+    stat_loggers: Sequence[StatLoggerSource] = (),
     wait_until_ready: bool = True,
     **settings: Any,
 ) -> AsyncIterator[FakeLLM]:
@@ -294,7 +294,7 @@ async def open_fake_llm(
             for the same prompt with the same seed, or at temperature 0.
         step_s: seconds of Trio's clock that each step takes; 0: only a schedule point.
         num_engines: engines that share the requests; the same as `data_parallel_size`.
-        stat_loggers: receive the statistics.
+        stat_loggers: as `open_llm`.
         wait_until_ready: False: enter while the model seems to load.
         settings: fields of EngineConfig, such as `max_model_len`, `max_num_seqs` or `num_gpu_blocks_override`; and
             of FakeEngineConfig, such as `script` (token ids) or `fail_at_step`. The default of `on_engine_death` is

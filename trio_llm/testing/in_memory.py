@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import trio
 
 from trio_llm.config import EngineConfig
@@ -126,6 +127,8 @@ class InMemoryCoreClient:
             await self._resumed.wait()
         for message in messages:
             if self._dead_reason is None and not self._is_lost(message):
+                if isinstance(message, EngineCoreOutputs):  # the step is over now
+                    message = msgspec.structs.replace(message, timestamp=trio.current_time())
                 self._outbox.append(encode(message))
                 self._has_output.set()
 

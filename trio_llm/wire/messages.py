@@ -186,6 +186,13 @@ class EngineCoreOutput(_Message, frozen=True, gc=False):
     """A session's: the finish reason is that of one answer, and the engine keeps the session for its next input."""
     pooled: bytes | None = None
     """The vector of a pooling request, in its one row: float32, little-endian. Finish reason `stop`."""
+    queued_s: float | None = None
+    """Seconds that the request waited in this engine until a token of it was planned; in the row with its first token,
+    or its vector."""
+    scheduled_s: float | None = None
+    """When that was, on the clock of `EngineCoreOutputs.timestamp`; in the same row."""
+    num_preemptions: int = 0
+    """Times that it lost its blocks in this engine; in its last row."""
 
 
 class SchedulerStats(_Message, frozen=True, gc=False):
@@ -205,6 +212,10 @@ class SchedulerStats(_Message, frozen=True, gc=False):
     """Free blocks whose content can be found again."""
     num_tokens_of_others: int = 0
     """What the engine still has to do for other clients, in prompt tokens: see `wire.work`. May be 0.1 s old."""
+    num_deferred: int = 0
+    """Those of the waiting sequences that may not begin now, whatever room there is."""
+    sleep_level: int = 0
+    """0: awake. 2: the weights are dropped. 1: any other part is asleep."""
 
 
 class UtilityResult(_Message, frozen=True, gc=False):

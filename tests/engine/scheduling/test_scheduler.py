@@ -138,7 +138,7 @@ def test_logprobs_come_with_the_tokens_they_belong_to() -> None:
     logprobs = LogprobRow(token_ids=[4, 4], logprobs=[-0.1, -0.1], sampled_rank=1)
 
     assert scheduler.commit(plan, StepResult((SampledToken(4, logprobs),))) == [
-        EngineCoreOutput(request_id="a", start=0, new_token_ids=[4], logprobs=[logprobs])
+        EngineCoreOutput(request_id="a", start=0, new_token_ids=[4], logprobs=[logprobs], queued_s=0.0, scheduled_s=0.0)
     ]
 
 
@@ -163,7 +163,7 @@ def test_a_failed_row_after_some_tokens_starts_where_they_end() -> None:
     assert plan is not None
 
     assert scheduler.commit(plan, StepResult((RowError("bad logits"),))) == [
-        EngineCoreOutput(request_id="a", start=2, new_token_ids=[], finish_reason="error", error="bad logits")
+        EngineCoreOutput("a", start=2, new_token_ids=[], finish_reason="error", error="bad logits")
     ]
 
 

@@ -617,13 +617,17 @@ async def test_each_engines_requests_are_counted_with_it() -> None:
     traffic = Traffic()
     for request in [traffic.submit() for _ in range(3)]:
         traffic.say(request, 65)
-    tokens = [gathered[1].num_generation_tokens for engine in traffic.recorder.engines if (gathered := engine.take())]
+    tokens = [
+        gathered[1].num_generation_tokens
+        for engine in traffic.recorder.engines
+        if engine and (gathered := engine.take())
+    ]
 
     assert tokens == [], "tokens alone are worth no record"
 
     for request in list(traffic.registry.in_flight.values()):
         traffic.say(request, 66, finish_reason="length")
-    iterations = [gathered[1] for engine in traffic.recorder.engines if (gathered := engine.take())]
+    iterations = [gathered[1] for engine in traffic.recorder.engines if engine and (gathered := engine.take())]
 
     assert [iteration.num_generation_tokens for iteration in iterations] == [4, 2]
     assert [len(iteration.finished) for iteration in iterations] == [2, 1]

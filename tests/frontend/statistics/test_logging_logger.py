@@ -94,7 +94,7 @@ def test_refused_requests_are_counted_in_the_line_and_break_the_silence(
     assert [line.endswith(", refused 2") for line in caplog.messages] == [True, False]
 
 
-def test_the_line_sums_up_all_engines(
+def test_the_line_sums_up_all_engines_and_has_the_figures_of_each_behind_that(
     logger: LoggingStatLogger, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for index, num_free in enumerate((3, 1)):
@@ -104,5 +104,7 @@ def test_the_line_sums_up_all_engines(
     logger.log()
 
     assert caplog.messages == [
-        "prompt 0.0 tokens/s, generation 8.0 tokens/s, running 4, waiting 2, KV cache usage 50.0 %"
+        "prompt 0.0 tokens/s, generation 8.0 tokens/s, running 4, waiting 2, KV cache usage 50.0 % "
+        "(engine 0: prompt 0.0 tokens/s, generation 4.0 tokens/s, running 2, waiting 1, KV cache usage 25.0 %; "
+        "engine 1: prompt 0.0 tokens/s, generation 4.0 tokens/s, running 2, waiting 1, KV cache usage 75.0 %)"
     ]

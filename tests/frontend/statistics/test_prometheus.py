@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
@@ -11,6 +12,11 @@ from trio_llm.version import __version__
 from trio_llm.wire.messages import SchedulerStats
 
 LABELS = {"model_name": "tiny", "engine": "0"}
+WITHOUT_MODEL_NAME = (
+    "vllm:cache_config_info",
+    "vllm:sleep_mode_operation_duration_seconds",
+    "vllm:sleep_mode_operations_in_flight",
+)
 
 
 def samples(logger: PrometheusStatLogger) -> dict[tuple[str, str], float]:
@@ -22,6 +28,8 @@ def samples(logger: PrometheusStatLogger) -> dict[tuple[str, str], float]:
             labels = dict(sample.labels)
             if family.name == "vllm:admission_rejections":
                 assert labels["model_name"] == LABELS["model_name"]
+            elif family.name in WITHOUT_MODEL_NAME:
+                assert "model_name" not in labels
             elif family.name.startswith("vllm:"):
                 assert LABELS.items() <= labels.items(), sample
             rest = [value for name, value in labels.items() if name not in LABELS]
@@ -193,3 +201,97 @@ def test_each_engine_has_series_of_its_own() -> None:
         'vllm:generation_tokens_total{engine="1",model_name="m"} 7.0',
     ):
         assert line in text.splitlines()
+
+
+def test_without_statistics_of_engines_there_is_no_series_of_them_and_one_says_so() -> None:
+    logger = PrometheusStatLogger("tiny", has_engine_stats=False)
+    logger.record_http(handler="/a", method="GET", status=200, seconds=0.1, request_bytes=0, response_bytes=2)
+
+    families = {family.name for family in text_string_to_metric_families(logger.render()[0].decode())}
+
+    assert not any(name.startswith(("vllm:", "trio_llm:")) for name in families)
+    assert samples(logger)["trio_llm_engine_statistics", ""] == 0
+    assert samples(logger)["http_requests_total", "/a"] == 1
+    assert samples(PrometheusStatLogger("tiny"))["trio_llm_engine_statistics", ""] == 1
+
+
+@pytest.mark.parametrize(("level", "state"), [(0, "awake"), (1, "weights_offloaded"), (2, "discard_all")])
+def test_an_engine_is_in_one_state_of_sleep(level: int, state: str) -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record(SchedulerStats(num_blocks=4, num_free_blocks=4, sleep_level=level), IterationStats())
+
+    states = {label: value for (name, label), value in samples(logger).items() if name == "vllm:engine_sleep_state"}
+
+    assert states == {one: float(one == state) for one in ("awake", "weights_offloaded", "discard_all")}
+
+
+def test_waiting_requests_add_up_over_their_reasons() -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record(SchedulerStats(num_waiting=5, num_deferred=2), IterationStats())
+
+    values = samples(logger)
+
+    assert values["vllm:num_requests_waiting", ""] == 5
+    assert values["vllm:num_requests_waiting_by_reason", "capacity"] == 3
+    assert values["vllm:num_requests_waiting_by_reason", "deferred"] == 2
+
+
+def test_prompt_tokens_add_up_over_their_sources() -> None:
+    logger = PrometheusStatLogger("tiny")
+    logger.record(None, IterationStats(num_prompt_tokens=10, num_queried_tokens=9, num_cached_tokens=4))
+
+    values = samples(logger)
+
+    assert values["vllm:prompt_tokens_by_source_total", "local_compute"] == 6
+    assert values["vllm:prompt_tokens_by_source_total", "local_cache_hit"] == 4
+    assert values["vllm:prompt_tokens_by_source_total", "external_kv_transfer"] == 0
+    assert values["vllm:prompt_tokens_cached_by_source_total", "device"] == 4
+
+
+def test_times_of_a_request_that_are_not_known_are_in_no_histogram() -> None:
+    logger = PrometheusStatLogger("tiny")
+    known = FinishedRequestStats(
+        request_id="r",
+        finish_reason="stop",
+        num_prompt_tokens=7,
+        num_cached_tokens=5,
+        num_output_tokens=3,
+        max_tokens=16,
+        e2e_latency_s=4.0,
+        time_to_first_token_s=2.0,
+        queue_time_s=1.0,
+        prefill_time_s=0.5,
+        decode_time_s=2.0,
+        num_preemptions=2,
+        num_choices=4,
+        max_num_output_tokens=9,
+    )
+    logger.record(None, IterationStats(finished=[known, finished("abort")]))
+
+    values = samples(logger)
+
+    for name, value in {
+        "request_queue_time_seconds": 1.0,
+        "request_prefill_time_seconds": 0.5,
+        "request_decode_time_seconds": 2.0,
+        "request_inference_time_seconds": 2.5,
+        "request_time_per_output_token_seconds": 1.0,
+        "request_prefill_kv_computed_tokens": 2.0,
+        "request_num_preemptions": 2.0,
+        "request_params_n": 4.0,
+        "request_max_num_generation_tokens": 9.0,
+    }.items():
+        assert values[f"vllm:{name}_count", ""] == 1, name
+        assert values[f"vllm:{name}_sum", ""] == value, name
+    assert values["vllm:request_params_max_tokens_count", ""] == 2
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+def test_names_of_samples_begin_with_those_of_their_families(accept: str) -> None:
+    lines = PrometheusStatLogger("tiny").render(accept)[0].decode().splitlines()
+    family = ""
+    for line in lines:
+        if line.startswith("# TYPE "):
+            family = line.split()[2]
+        elif not line.startswith("#"):
+            assert line.startswith(family), line

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
 import pytest
 import trio
@@ -31,6 +31,23 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> RecordedSpans:
 
 def params(max_tokens: int = 3, **fields: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, seed=1, **fields)  # type: ignore[arg-type]
+
+
+LATENCIES = (
+    "time_to_first_token",
+    "e2e",
+    "time_in_queue",
+    "time_in_model_prefill",
+    "time_in_model_decode",
+    "time_in_model_inference",
+)
+
+
+def latencies_of(span: ReadableSpan, names: Sequence[str] = LATENCIES) -> list[float]:
+    """In seconds."""
+    found = [(span.attributes or {})[f"gen_ai.latency.{name}"] for name in names]
+    assert all(isinstance(value, float) for value in found)
+    return [float(str(value)) for value in found]
 
 
 def duration_s(span: ReadableSpan) -> float:
@@ -65,10 +82,12 @@ async def test_a_span_says_what_was_asked_what_came_and_how_long_it_took(spans: 
             "gen_ai.usage.output_tokens": 3,
             "gen_ai.usage.num_sequences": 1,
         }
-        first_token_s, e2e_s = (latencies[f"gen_ai.latency.{name}"] for name in ("time_to_first_token", "e2e"))
-        assert isinstance(first_token_s, float)
-        assert isinstance(e2e_s, float)
+        assert set(latencies) == {f"gen_ai.latency.{name}" for name in LATENCIES}
+        first_token_s, e2e_s, queue_s, prefill_s, decode_s, inference_s = latencies_of(span)
         assert 0 < first_token_s <= e2e_s
+        assert 0 <= queue_s + prefill_s <= first_token_s + 1e-6
+        assert 0 < first_token_s + decode_s <= e2e_s + 1e-6
+        assert inference_s == prefill_s + decode_s
         assert duration_s(span) == pytest.approx(e2e_s, abs=1e-6)
         assert span.kind is SpanKind.SERVER
         assert span.status.status_code is StatusCode.UNSET
@@ -257,6 +276,41 @@ async def test_choices_of_an_answer_are_one_span(spans: RecordedSpans) -> None:
     assert span.attributes["gen_ai.request.n"] == 3
 
 
+async def test_times_in_the_engine_are_those_of_the_queue_and_of_the_steps(
+    spans: RecordedSpans, autojump_clock: trio.testing.MockClock
+) -> None:
+    async with open_fake_llm(engine={**TRACED, "max_num_seqs": 1}, step_s=0.1) as fake:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(ask, fake.llm, HELLO, params(10))
+            await trio.testing.wait_all_tasks_blocked()
+            await ask(fake.llm, HELLO, params(5, n=2))
+        await fake.llm.wait_idle()
+
+    alone, behind = spans.requests
+    first_token_s, e2e_s, queue_s, prefill_s, decode_s, inference_s = latencies_of(alone)
+    assert queue_s == pytest.approx(0.0, abs=0.11)
+    assert decode_s == pytest.approx(0.9, abs=0.11), "the first token comes with the prompt, each other takes a step"
+    assert first_token_s == pytest.approx(queue_s + prefill_s, abs=0.21)
+
+    first_token_s, e2e_s, queue_s, prefill_s, decode_s, inference_s = latencies_of(behind)
+    assert queue_s == pytest.approx(1.0, abs=0.21), "the other request has the one place"
+    assert first_token_s == pytest.approx(queue_s + prefill_s, abs=0.21)
+    assert decode_s == pytest.approx(0.9, abs=0.11), "one choice after the other, to the last token of the last one"
+    assert inference_s == pytest.approx(prefill_s + decode_s)
+    assert e2e_s == pytest.approx(first_token_s + decode_s, abs=0.11)
+
+
+async def test_without_statistics_a_span_has_all_but_the_time_of_its_last_token(spans: RecordedSpans) -> None:
+    async with open_fake_llm(engine={**TRACED, "disable_log_stats": True}) as fake:
+        await ask(fake.llm, HELLO, params())
+
+    [span] = spans.requests
+    latencies_of(span, ["time_to_first_token", "e2e", "time_in_queue", "time_in_model_prefill"])
+    assert span.attributes is not None
+    assert "gen_ai.latency.time_in_model_decode" not in span.attributes
+    assert span.attributes["gen_ai.usage.completion_tokens"] == 3
+
+
 async def test_a_vector_has_a_span_without_parameters_of_sampling(spans: RecordedSpans) -> None:
     async with open_fake_llm(engine=TRACED) as fake:
         await fake.llm.encode(HELLO, PoolingParams(), request_id="v", trace_headers=TRACE_HEADERS)
@@ -268,6 +322,8 @@ async def test_a_vector_has_a_span_without_parameters_of_sampling(spans: Recorde
     assert span.attributes["gen_ai.usage.input_tokens"] == 5
     assert "gen_ai.request.temperature" not in span.attributes
     assert "gen_ai.latency.time_to_first_token" not in span.attributes
+    prefill_s, inference_s = latencies_of(span, ["time_in_model_prefill", "time_in_model_inference"])
+    assert prefill_s == inference_s
     assert span.parent is not None
     assert span.parent.span_id == PARENT_ID
 

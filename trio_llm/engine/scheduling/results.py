@@ -53,16 +53,19 @@ class StepCounts:
                 self.num_prompt_tokens += min(chunk.count, num_left)
         self.num_cached_tokens, self.num_cached_now = self.num_cached_now, 0
 
-    def make_stats(self, sequences: SequenceTable, blocks: SequenceBlocks, *, num_blocks: int) -> SchedulerStats:
+    def make_stats(
+        self, sequences: SequenceTable, blocks: SequenceBlocks, limits: SchedulerLimits, *, admits_new: bool
+    ) -> SchedulerStats:
         return SchedulerStats(
             num_running=len(sequences.running),
             num_waiting=len(sequences.waiting) + len(sequences.suspended),
             num_free_blocks=blocks.num_free,
-            num_blocks=num_blocks,
+            num_blocks=limits.num_blocks,
             num_preempted=self.num_preempted,
             num_prompt_tokens=self.num_prompt_tokens,
             num_cached_tokens=self.num_cached_tokens,
             num_cached_blocks=blocks.num_cached,
+            num_deferred=len(sequences.suspended) + (0 if admits_new else sequences.num_new),
         )
 
 
@@ -93,6 +96,7 @@ def token_row(
 ) -> EngineCoreOutput:
     """The row with the newest token of a sequence, which is among its tokens already."""
     start = sequence.next_start - 1
+    is_last = finish_reason is not None
     return EngineCoreOutput(
         request_id=sequence.request_id,
         start=start,
@@ -101,7 +105,10 @@ def token_row(
         finish_reason=finish_reason,
         stop_reason=stop_reason,
         num_cached_tokens=(sequence.num_cached_tokens or 0) if start == 0 else 0,
-        goes_on=sequence.is_resumable and finish_reason is not None,
+        goes_on=sequence.is_resumable and is_last,
+        queued_s=sequence.queued_s if start == 0 else None,
+        scheduled_s=sequence.scheduled_s if start == 0 else None,
+        num_preemptions=sequence.num_preemptions if is_last else 0,
     )
 
 
@@ -114,6 +121,9 @@ def pooled_row(sequence: Sequence, vector: PooledVector) -> EngineCoreOutput:
         finish_reason=sequence.finish_reason,
         num_cached_tokens=sequence.num_cached_tokens or 0,
         pooled=vector.data,
+        queued_s=sequence.queued_s,
+        scheduled_s=sequence.scheduled_s,
+        num_preemptions=sequence.num_preemptions,
     )
 
 
@@ -121,7 +131,13 @@ def final_row(sequence: Sequence, *, error: str | None = None, is_expired: bool 
     """The last row of a finished sequence, without a token."""
     reason, start = sequence.finish_reason, sequence.next_start
     return EngineCoreOutput(
-        sequence.request_id, start, new_token_ids=[], finish_reason=reason, error=error, is_expired=is_expired
+        sequence.request_id,
+        start,
+        new_token_ids=[],
+        finish_reason=reason,
+        error=error,
+        is_expired=is_expired,
+        num_preemptions=sequence.num_preemptions,
     )
 
 

@@ -150,10 +150,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------------- schedule
 
-    def schedule(self, *, max_prefill_tokens: int | None = None) -> StepPlan | None:
+    def schedule(self, *, now_s: float = 0.0, max_prefill_tokens: int | None = None) -> StepPlan | None:
         """The next step, or None if there is none: nothing to compute, or a plan in flight must be committed first.
 
         Args:
+            now_s: the clock of `Sequence.arrived_s`, seconds.
             max_prefill_tokens: tokens beside those of answers, if the step has any of those; None: the whole budget.
         """
         # No sequence of a step in flight is preempted or suspended: its token is sampled all the same.
@@ -165,7 +166,7 @@ class Scheduler:
         self._plan_last_tokens(builder)
         builder.limit_prefills()
         self._plan_prefills(builder)
-        self._admit(builder)
+        self._admit(builder, now_s)
         if not builder.chunks:
             assert self._in_flight or not self.has_unfinished, "sequences are left and none can go on"
             return None
@@ -207,7 +208,7 @@ class Scheduler:
             if sequence.num_uncomputed_tokens > 1:
                 self._plan(sequence, builder)
 
-    def _admit(self, builder: StepBuilder) -> None:
+    def _admit(self, builder: StepBuilder, now_s: float) -> None:
         """Admit waiting sequences while budget, places and blocks last.
 
         A sequence gets blocks for all its known tokens at once: a prefill never stops half-way for lack of blocks, and
@@ -228,7 +229,7 @@ class Scheduler:
             self._counts.num_preempted += num_evicted
             self._counts.num_cached_now += sequence.num_computed_tokens - was_computed
             self._sequences.move(sequence, SequenceState.RUNNING)
-            sequence.has_begun = True
+            sequence.begin(now_s)
             self._plan(sequence, builder)
             if was_computed:  # it was suspended, and its answer may go on
                 builder.limit_prefills()
@@ -337,7 +338,7 @@ class Scheduler:
         self._blocks.forget_all()
 
     def stats(self) -> SchedulerStats:
-        return self._counts.make_stats(self._sequences, self._blocks, num_blocks=self._limits.num_blocks)
+        return self._counts.make_stats(self._sequences, self._blocks, self._limits, admits_new=self.admits_new)
 
     def count_owed_tokens(self) -> Mapping[int, int]:
         """By client: tokens that are still to be computed. Costs a walk over all sequences."""

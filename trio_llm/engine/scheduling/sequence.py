@@ -96,6 +96,10 @@ class Sequence:
     """Tokens found in the cache when it was first admitted; None before."""
     pooling: PoolingParams | None = None
     """Set: no token is sampled, and the sequence is finished, with one vector, when its last token is computed."""
+    arrived_s: float = 0.0
+    """When the engine got it; seconds of the engine's clock."""
+    scheduled_s: float | None = None
+    """When it was first admitted, on the same clock; None before."""
     has_begun: bool = False
     """Its answer has begun, here or in an earlier incarnation: a pause that makes new sequences wait lets it go on."""
     client_index: int = 0
@@ -136,6 +140,17 @@ class Sequence:
     def next_start(self) -> int:
         """Index of the next token among all generated for the request."""
         return self.num_earlier_tokens + self.num_output_tokens
+
+    def begin(self, now_s: float) -> None:
+        """It is admitted. `now_s` is on the clock of `arrived_s`."""
+        self.has_begun = True
+        if self.scheduled_s is None:
+            self.scheduled_s = now_s
+
+    @property
+    def queued_s(self) -> float | None:
+        """Seconds from its arrival until it was first admitted; None before."""
+        return None if self.scheduled_s is None else self.scheduled_s - self.arrived_s
 
     def move_to(self, state: SequenceState) -> None:
         """Change the state along `TRANSITIONS`."""

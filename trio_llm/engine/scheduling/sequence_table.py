@@ -77,6 +77,11 @@ class SequenceTable:
         """
         return next((one for one in self.waiting if one.has_begun or not only_begun), None)
 
+    @property
+    def num_new(self) -> int:
+        """Waiting sequences whose answer has not begun. Costs a walk over all that wait."""
+        return sum(not sequence.has_begun for sequence in self.waiting)
+
     def find_expired(self, now_s: float) -> list[Sequence]:
         """Waiting sequences whose deadline has passed and of which nothing was computed, here or in an earlier
         incarnation. `now_s` is on the clock of `Sequence.expires_at`."""

@@ -43,6 +43,8 @@ _MAY_BE_SILENT: Final = frozenset(
 )
 """Methods that may move or read weights, or write a trace: the engine may be silent for as long as a start takes. All
 others are answered at once, or while steps go on, so that an engine which hangs in one of them is found as ever."""
+_OPERATIONS: Final = {"sleep": "sleep", "wake_up": "wake"}
+"""Methods that are observed, and what they are called then."""
 _DESCRIBE: Final = "control_state"
 """The method that only answers with it."""
 _EMPTY: Final = "reset_prefix_cache"
@@ -86,6 +88,8 @@ class EngineControl:
         """Not over, in order; the first may have begun."""
         self._waiting_for_jobs = trio.lowlevel.ParkingLot()
         self._is_over = False
+        self.observe: Callable[[str, float | None], None] = _observe_nothing
+        """Learns that an operation begins, and of its end with its duration in seconds. Set by the owner."""
 
     @property
     def state(self) -> ControlState:
@@ -125,10 +129,16 @@ class EngineControl:
             self._jobs.clear()
 
     async def _make(self, job: _Job) -> None:
+        operation, began_s = _OPERATIONS.get(job.method), trio.current_time()
+        if operation:
+            self.observe(operation, None)
         try:
             job.answers = await self._make_call(job.method, job.args)
         except TrioLLMError as error:
             job.error = error
+        finally:
+            if operation:
+                self.observe(operation, trio.current_time() - began_s)
 
     async def _call_engines(self, method: str, args: tuple[PlainValue, ...]) -> list[Answer]:
         """Make a call on all engines. If one fails, all are brought back to where they were, or killed."""
@@ -278,6 +288,10 @@ def _read(answer: Answer) -> ControlState:
         return msgspec.convert(answer, ControlState)
     except msgspec.ValidationError as error:
         raise EngineGenerateError(f"the engine described its state in a form that cannot be read: {error}") from error
+
+
+def _observe_nothing(operation: str, seconds: float | None) -> None:
+    """Until the owner sets another one."""
 
 
 def _make_closed_error() -> EngineDeadError:

@@ -6,11 +6,12 @@ server answers its first probe while a thread still loads them. Used by `serve`.
 
 from __future__ import annotations
 
+import gzip
 import importlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Final
+from typing import Final, Protocol, cast
 
 import msgspec
 import trio
@@ -21,7 +22,8 @@ from trio_llm.frontend.control.status import EngineStatus
 from trio_llm.frontend.engine_client import EngineClient
 from trio_llm.frontend.http.answers.generation import RunningRequests
 from trio_llm.frontend.http.server.errors import MethodNotAllowedError
-from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send, Shell
+from trio_llm.frontend.http.server.instrument import HttpExchange
+from trio_llm.frontend.http.server.shell import Receive, Scope, Send, Shell
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.version import __version__
 
@@ -41,6 +43,16 @@ class _Answer:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
 
 
+class RoutesApp(Protocol):
+    """What `create_routes` makes."""
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]: ...
+
+    def find_template(self, path: str) -> str | None:
+        """The path of the route that serves `path`, as in the route table. None: none does."""
+        ...
+
+
 _Probe = Callable[[Scope], Awaitable[_Answer]]
 
 
@@ -50,10 +62,16 @@ class App:
     def __init__(self, client: EngineClient, config: ServerConfig, metrics: PrometheusStatLogger | None) -> None:
         self._client = client
         self._config = config
+        self._metrics = metrics
         self._running = RunningRequests()
-        self._routes: ASGIApp | None = None
+        self._routes: RoutesApp | None = None
         self._loading = trio.Lock()
-        self._shell = Shell(self._dispatch, config, is_draining=lambda: client.status.state == "draining")
+        self._shell = Shell(
+            self._dispatch,
+            config,
+            is_draining=lambda: client.status.state == "draining",
+            observe=None if metrics is None else self._count_exchange,
+        )
         self._probes: dict[str, _Probe] = {
             "/health": self._health,
             "/readyz": self._health,
@@ -99,13 +117,27 @@ class App:
         routes = await self._load_routes()
         await routes(scope, receive, send)
 
-    async def _load_routes(self) -> ASGIApp:
+    def _count_exchange(self, exchange: HttpExchange) -> None:
+        """Count a request that is over, unless it was a probe's. Paths without a route are one handler, `none`."""
+        path = exchange.path
+        if path in self._probes or self._metrics is None:
+            return
+        self._metrics.record_http(
+            handler=(None if self._routes is None else self._routes.find_template(path)) or "none",
+            method=exchange.method,
+            status=exchange.status,
+            seconds=exchange.seconds,
+            request_bytes=exchange.request_bytes,
+            response_bytes=exchange.response_bytes,
+        )
+
+    async def _load_routes(self) -> RoutesApp:
         async with self._loading:
             if self._routes is None:
                 module = await trio.to_thread.run_sync(
                     importlib.import_module, "trio_llm.frontend.http.routes", abandon_on_cancel=True
                 )
-                self._routes = module.create_routes(self._client, self._config, self._running)
+                self._routes = cast(RoutesApp, module.create_routes(self._client, self._config, self._running))
             return self._routes
 
     # --------------------------------------------------------------------------------------- probes
@@ -160,8 +192,22 @@ def create_app(client: EngineClient, config: ServerConfig, metrics: PrometheusSt
 async def _render_metrics(metrics: PrometheusStatLogger, scope: Scope) -> _Answer:
     await trio.lowlevel.checkpoint()
     accept = next((str(value, "latin-1") for name, value in scope["headers"] if name == b"accept"), "")
-    body, content_type = metrics.render(accept)
-    return _Answer(body, content_type=content_type)
+    body, content_type = metrics.render(accept, others=await metrics.collect_others())
+    headers = [(b"vary", b"accept, accept-encoding")]
+    if _takes_gzip(scope):
+        body = gzip.compress(body, compresslevel=1)
+        headers.append((b"content-encoding", b"gzip"))
+    return _Answer(body, content_type=content_type, headers=headers)
+
+
+def _takes_gzip(scope: Scope) -> bool:
+    """Prometheus asks for it, and series are a tenth of their size then."""
+    codings = [str(value, "latin-1").lower() for name, value in scope["headers"] if name == b"accept-encoding"]
+    for coding in ",".join(codings).split(","):
+        name, _, weight = coding.partition(";")
+        if name.strip() == "gzip":
+            return weight.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False
 
 
 async def _answer(probe: _Probe, scope: Scope, send: Send) -> None:

@@ -69,6 +69,7 @@ async def chat(api: ApiContext, call: Call[ChatRequest]) -> Response:
         trace_headers=call.trace_headers,
         timeout=call.timeout,
         contents=chat_contents(request, text, token_ids),
+        with_metrics=api.config.enable_per_request_metrics,
         param_names=param_names(request),
         prompt_field="messages",
     )
@@ -108,6 +109,7 @@ async def complete(api: ApiContext, call: Call[CompletionRequest]) -> Response:
         trace_headers=call.trace_headers,
         timeout=call.timeout,
         contents=contents,
+        with_metrics=api.config.enable_per_request_metrics,
     )
     make_offsets = None
     if request.logprobs is not None:

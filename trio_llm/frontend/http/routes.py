@@ -20,7 +20,7 @@ from trio_llm.frontend.http.openapi import openapi_document
 from trio_llm.frontend.http.request_reader import ApiContext, RequestReader
 from trio_llm.frontend.http.route_table import ROUTES, ControlRoute, ModelRoute, PlainRoute, ProbeRoute
 from trio_llm.frontend.http.server.errors import MethodNotAllowedError, RouteNotFoundError, WebPageError
-from trio_llm.frontend.http.server.shell import ASGIApp, Receive, Scope, Send
+from trio_llm.frontend.http.server.shell import Receive, Scope, Send
 from trio_llm.version import __version__
 
 __all__ = ["create_routes"]
@@ -30,7 +30,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _NAME: Final = "{name}"
 
 
-def create_routes(client: EngineClient, config: ServerConfig, running: RunningRequests) -> ASGIApp:
+def create_routes(client: EngineClient, config: ServerConfig, running: RunningRequests) -> Routes:
     """The routes as one ASGI app for scopes of type `http`.
 
     Raises (when called): RouteNotFoundError, MethodNotAllowedError, and what the handlers raise. Nothing is caught
@@ -43,11 +43,23 @@ def create_routes(client: EngineClient, config: ServerConfig, running: RunningRe
         if not isinstance(route, ProbeRoute) and (config.dev_mode or not isinstance(route, ControlRoute)):
             router.add(route.method, route.path, _endpoint(api, route))
 
-    async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        response = await router.find(scope)(Request(scope, receive))
+    return Routes(router)
+
+
+class Routes:
+    """The app that `create_routes` makes."""
+
+    def __init__(self, router: _Router) -> None:
+        self._router = router
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one request."""
+        response = await self._router.find(scope)(Request(scope, receive))
         await response(scope, receive, send)
 
-    return app
+    def find_template(self, path: str) -> str | None:
+        """The path of the route that serves `path`, as in the route table. None: none does."""
+        return self._router.find_template(path)
 
 
 class _Router:
@@ -75,13 +87,22 @@ class _Router:
             raise MethodNotAllowedError(method, allowed)
         return endpoint
 
-    def _find_open(self, path: str, scope: Scope) -> Mapping[str, Endpoint]:
-        for known, by_method in self._endpoints.items():
+    def find_template(self, path: str) -> str | None:
+        """The path that an endpoint was added with. None: no endpoint serves this one."""
+        if path in self._endpoints:
+            return path
+        for known in self._endpoints:
             beginning = known.removesuffix(_NAME)
             if beginning != known and path.startswith(beginning) and path != beginning:
-                scope["path_params"] = {"name": path.removeprefix(beginning)}
-                return by_method
-        raise RouteNotFoundError(path)
+                return known
+        return None
+
+    def _find_open(self, path: str, scope: Scope) -> Mapping[str, Endpoint]:
+        template = self.find_template(path)
+        if template is None:
+            raise RouteNotFoundError(path)
+        scope["path_params"] = {"name": path.removeprefix(template.removesuffix(_NAME))}
+        return self._endpoints[template]
 
 
 def _endpoint(api: ApiContext, route: ModelRoute[Any] | PlainRoute) -> Endpoint:

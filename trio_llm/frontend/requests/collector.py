@@ -184,6 +184,7 @@ def _join(pieces: list[RequestOutput]) -> RequestOutput:
         finished=last.finished,
         prompt_logprobs=next((piece.prompt_logprobs for piece in pieces if piece.prompt_logprobs is not None), None),
         weight_version=last.weight_version,
+        metrics=last.metrics,
     )
 
 

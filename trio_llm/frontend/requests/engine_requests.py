@@ -12,13 +12,13 @@ import msgspec
 import trio
 
 from trio_llm.errors import CodecError, EngineGenerateError, InvalidRequestError
-from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats
+from trio_llm.frontend.requests.in_flight import InFlightRequest, make_finished_stats, make_metrics
 from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.requests.resumption import Resumption
 from trio_llm.frontend.statistics.iteration import EngineRecorder
-from trio_llm.outputs import FinishReason
+from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.wire.codec import encode
 from trio_llm.wire.messages import Abort, Continue, EngineCoreRequest, ToEngine
 
@@ -60,6 +60,7 @@ class EngineRequests:
     """Sends requests to an engine, and after its death those that are unfinished to the next incarnation.
 
     Args:
+        recorder: counts what comes of them; None: nothing does.
         in_flight: the registry's requests, those of other engines among them.
         counts_work: this engine is one of several, which are balanced.
     """
@@ -67,7 +68,7 @@ class EngineRequests:
     def __init__(
         self,
         link: EngineLink,
-        recorder: EngineRecorder,
+        recorder: EngineRecorder | None,
         in_flight: Mapping[str, InFlightRequest],
         *,
         counts_work: bool = False,
@@ -118,6 +119,7 @@ class EngineRequests:
             CodecError: it has no form on the wire.
         """
         state = request.state
+        request.clock.mark_sent(trio.current_time(), is_up=self.link.is_up)
         if self._counts_work:
             request.num_sent_tokens = _count_tokens(message)
         if self.link.is_up:
@@ -170,7 +172,7 @@ class EngineRequests:
         except CodecError as error:
             raise InvalidRequestError(f"the input cannot be sent to the engine: {error}") from error
         session.has_first_token = False
-        if session.clock.first_token_s is not None:
+        if self.recorder is not None and session.clock.first_token_s is not None:
             self.recorder.more_prompt_tokens(num_input_tokens - state.num_prompt_tokens)
         processor.begin_answer(state, message, token_ids, num_input_tokens=num_input_tokens)
         if isinstance(message, Continue) and state.num_tokens_when_sent is None:
@@ -187,7 +189,13 @@ class EngineRequests:
     def record_tokens(self, request: InFlightRequest, count: int, now_s: float) -> None:
         """A row brought tokens for the reader."""
         state, clock = request.state, request.clock
-        if clock.first_token_s is not None:
+        is_first = clock.first_token_s is None
+        if is_first:
+            clock.mark_first_token(now_s, queued_s=state.queued_s, prefill_s=state.prefill_s)
+            request.report.note_first_token(clock)
+        if self.recorder is None:
+            return
+        if not is_first:
             self.recorder.tokens(clock, count, now_s)
         elif state.family is None or state.family.take_first_token():
             # One prompt and one first token for all the choices of an answer; each choice is a request that ends.
@@ -199,18 +207,27 @@ class EngineRequests:
                 num_cached_tokens=state.num_cached_tokens,
             )
         else:
-            self.recorder.first_tokens_of_sibling(clock, count, now_s)
+            self.recorder.first_tokens_of_sibling(count)
 
-    def record_vector(self, request: InFlightRequest) -> None:
+    def record_vector(self, request: InFlightRequest, now_s: float) -> None:
         """A row brought the vector of a pooling request."""
         state = request.state
-        self.recorder.vector(num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens)
+        request.clock.mark_first_token(now_s, queued_s=state.queued_s, prefill_s=state.prefill_s)
+        if self.recorder is not None:
+            self.recorder.vector(num_prompt_tokens=state.num_prompt_tokens, num_cached_tokens=state.num_cached_tokens)
 
     def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
         """A request is over for its reader."""
-        stats = make_finished_stats(request, reason, trio.current_time())
-        self.recorder.request_finished(stats)
+        stats = make_finished_stats(request, reason, trio.current_time(), knows_last_token=self.recorder is not None)
+        if self.recorder is not None:
+            self.recorder.request_finished(stats)
         request.report.end_choice(stats, request.collector.error)
+
+    def with_metrics(self, request: InFlightRequest, output: RequestOutput | None) -> RequestOutput | None:
+        """As the registry's."""
+        if output is not None and output.finished and self.recorder is not None:
+            output.metrics = make_metrics(request, trio.current_time())
+        return output
 
     def finish_trial(self, request: InFlightRequest) -> None:
         """A suspect has got a token, or will get none. If it was on trial, the next one is sent."""

@@ -5,6 +5,7 @@ Kept by `RequestRegistry`. The request's stream and the output handler look at i
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,14 +17,15 @@ from trio_llm.frontend.requests.output.lifecycle import RequestStatus
 from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.parallel_sampling import Family
 from trio_llm.frontend.requests.output.state import RequestState
-from trio_llm.frontend.statistics.iteration import RequestClock
+from trio_llm.frontend.statistics.request_clock import RequestClock
 from trio_llm.frontend.statistics.stats import FinishedRequestStats
 from trio_llm.frontend.tracing.report import RequestReport
-from trio_llm.outputs import FinishReason
+from trio_llm.outputs import FinishReason, RequestMetrics
+from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import EngineCoreRequest
 from trio_llm.wire.work import measure_work
 
-__all__ = ["InFlightRequest", "make_choices", "make_finished_stats"]
+__all__ = ["InFlightRequest", "make_choices", "make_finished_stats", "make_metrics"]
 
 
 @dataclass(slots=True, eq=False)
@@ -103,17 +105,43 @@ def make_choices(
     ]
 
 
-def make_finished_stats(request: InFlightRequest, reason: FinishReason, now_s: float) -> FinishedRequestStats:
-    """What the statistics say about a request that is over for its reader now."""
-    state, clock = request.state, request.clock
-    first_token_s = clock.first_token_s
+def make_finished_stats(
+    request: InFlightRequest, reason: FinishReason, now_s: float, *, knows_last_token: bool
+) -> FinishedRequestStats:
+    """What is said about a request that is over for its reader now, before its report hears of the end.
+
+    Args:
+        knows_last_token: the time of each token was taken.
+    """
+    state, clock, report = request.state, request.clock, request.report
+    is_pooling, is_session = state.request.pooling_params is not None, state.request.resumable
+    answer = report.params if report.num_open == 1 and isinstance(report.params, SamplingParams) else None
+    most_tokens = max(state.num_tokens, *(end.num_output_tokens for end in report.ends), 0)
     return FinishedRequestStats(
         request_id=state.external_id,
         finish_reason=reason,
         num_prompt_tokens=state.num_prompt_tokens,
         num_cached_tokens=state.num_cached_tokens,
         num_output_tokens=state.num_tokens,
-        max_tokens=state.request.params.max_tokens or 0,
+        max_tokens=None if is_pooling else state.request.params.max_tokens,
         e2e_latency_s=now_s - clock.arrived_s,
-        time_to_first_token_s=None if first_token_s is None else first_token_s - clock.arrived_s,
+        time_to_first_token_s=None if is_pooling else clock.time_to_first_token_s,
+        queue_time_s=None if is_session else clock.queue_time_s,
+        prefill_time_s=None if is_session else clock.prefill_time_s,
+        decode_time_s=clock.decode_time_s if knows_last_token and not (is_session or is_pooling) else None,
+        num_preemptions=state.num_preemptions,
+        num_choices=None if answer is None else answer.n,
+        max_num_output_tokens=None if answer is None else most_tokens,
+    )
+
+
+def make_metrics(request: InFlightRequest, now_s: float) -> RequestMetrics:
+    """What the reader of an answer learns of its times, with its last output."""
+    first, arrived_s = request.report.first, request.clock.arrived_s
+    return RequestMetrics(
+        arrival_time=time.time() - (now_s - arrived_s),
+        total_time_s=now_s - arrived_s,
+        queue_time_s=None if first is None else first.queue_time_s,
+        time_to_first_token_s=None if first is None else first.time_to_first_token_s,
+        generation_time_s=None if first is None or first.first_token_s is None else now_s - first.first_token_s,
     )

@@ -25,7 +25,8 @@ from trio_llm.frontend.requests.output.output_processor import OutputProcessor
 from trio_llm.frontend.requests.output.parallel_sampling import fan_out
 from trio_llm.frontend.requests.output.state import RequestState
 from trio_llm.frontend.requests.routing import EngineRouter, RequestRecovery
-from trio_llm.frontend.statistics.iteration import RequestClock, StatisticsRecorder
+from trio_llm.frontend.statistics.iteration import StatisticsRecorder
+from trio_llm.frontend.statistics.request_clock import RequestClock
 from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.outputs import FinishReason, RequestOutput
 from trio_llm.wire.messages import Continue, EngineCoreRequest
@@ -196,7 +197,7 @@ class RequestRegistry:
         if not session.is_unfinished:
             return None
         assert self.processor is not None
-        output = self.processor.end_session(session.state, reason)
+        output = self.with_metrics(session, self.processor.end_session(session.state, reason))
         self.end_in_engine(self.mark_family_aborted(session.state, reason=reason))
         return output
 
@@ -220,7 +221,7 @@ class RequestRegistry:
             if request.state.external_id != external_id or not request.is_unfinished:
                 continue
             assert self.processor is not None
-            output = self.processor.finish(request.state)
+            output = self.with_metrics(request, self.processor.finish(request.state))
             if output is not None:
                 request.collector.put(output)
             states = states_of_reader.setdefault(request.collector, [])
@@ -292,9 +293,13 @@ class RequestRegistry:
             self.clear_suspicion(request)
         self.engines[request.engine_index].record_tokens(request, count, now_s)
 
-    def record_vector(self, request: InFlightRequest) -> None:
+    def record_vector(self, request: InFlightRequest, now_s: float) -> None:
         """A row brought the vector of a pooling request."""
-        self.engines[request.engine_index].record_vector(request)
+        self.engines[request.engine_index].record_vector(request, now_s)
+
+    def with_metrics(self, request: InFlightRequest, output: RequestOutput | None) -> RequestOutput | None:
+        """Let the last output of an answer tell how long it took. Returns the output."""
+        return self.engines[request.engine_index].with_metrics(request, output)
 
     def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
         """The request is over for its reader. Once per request."""

@@ -1,242 +1,161 @@
 """PrometheusStatLogger: statistics as Prometheus series, under the names that vLLM's dashboards use.
 
-Counts in plain lists and integers, because it is called for every batch of tokens; the exposition format is
-made only for a scrape. The output handler records, and the HTTP app renders.
+Counts in plain data, because it is called for every batch of tokens; the exposition format is made only for a scrape.
+The output handler records, the HTTP app records requests and renders.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from itertools import chain
+from typing import Final
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, choose_encoder, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
-from trio_llm.errors import QueuedTokensError, QueueFullError
-from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats
-from trio_llm.version import __version__
-from trio_llm.wire.messages import SchedulerStats
+from trio_llm.frontend.statistics.histogram import HTTP_S_BY_HANDLER, make_histogram
+from trio_llm.frontend.statistics.metric_counts import (
+    EngineCounts,
+    HandlerCounts,
+    MetricsSnapshot,
+    OperationCounts,
+    make_engine_counts,
+    merge,
+)
+from trio_llm.frontend.statistics.metric_families import make_families
+from trio_llm.frontend.statistics.stats import IterationStats, StatLogger
+from trio_llm.wire.messages import ModelConfig, SchedulerStats
 
 __all__ = ["PrometheusStatLogger"]
 
-_LABELS = ("model_name", "engine")
-_REJECTIONS = (QueueFullError.reason, QueuedTokensError.reason)
-_FINISH_REASONS = ("stop", "length", "abort", "error")
-
-# fmt: off
-_FIRST_TOKEN_S = (.001, .005, .01, .02, .04, .06, .08, .1, .25, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640, 2560)
-_INTER_TOKEN_S = (.01, .025, .05, .075, .1, .15, .2, .3, .4, .5, .75, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
-_REQUEST_S = (.3, .5, .8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
-# fmt: on
+_OPEN_METRICS: Final = "application/openmetrics-text; version=1.0.0; charset=utf-8"
+_MAX_MODEL_LEN: Final = 131_072
+"""Of a model that is not known yet."""
 
 
-def _one_two_five(limit: int) -> tuple[float, ...]:
-    """1, 2, 5, 10, 20, 50, … up to `limit`."""
-    bounds: list[float] = []
-    decade = 1
-    while decade <= limit:
-        bounds.extend(decade * step for step in (1, 2, 5) if decade * step <= limit)
-        decade *= 10
-    return tuple(bounds)
-
-
-class _Histogram:
-    """Counts of values by bucket. Adding a value costs a binary search."""
-
-    def __init__(self, bounds: Sequence[float]) -> None:
-        self._bounds = bounds
-        self._counts = [0] * (len(bounds) + 1)  # [i]: values <= bounds[i] and > bounds[i - 1]; the last: the rest
-        self._sum = 0.0
-
-    def observe_many(self, values: Iterable[float]) -> None:
-        counts, bounds, total = self._counts, self._bounds, 0.0
-        for value in values:
-            counts[bisect_left(bounds, value)] += 1
-            total += value
-        self._sum += total
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """(upper bound, values up to it), as the exposition format wants them: cumulative."""
-        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
-        return list(zip(names, map(float, accumulate(self._counts)), strict=True))
-
-    @property
-    def sum(self) -> float:
-        return self._sum
-
-
-class _EngineFigures:
-    """What one engine did since the logger was made.
-
-    Args:
-        max_model_len: as `PrometheusStatLogger`.
-    """
-
-    def __init__(self, max_model_len: int) -> None:
-        self.scheduler = SchedulerStats()
-        self.num_preempted = 0
-        self.num_prompt_tokens = 0
-        self.num_queried_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generation_tokens = 0
-        self.num_restarts = 0
-        self.finished: dict[str, int] = dict.fromkeys(_FINISH_REASONS, 0)
-        self.first_token_s = _Histogram(_FIRST_TOKEN_S)
-        self.inter_token_s = _Histogram(_INTER_TOKEN_S)
-        self.request_s = _Histogram(_REQUEST_S)
-        self.prompt_sizes = _Histogram(_one_two_five(max_model_len))
-        self.answer_sizes = _Histogram(_one_two_five(max_model_len))
-
-    def record(self, scheduler: SchedulerStats | None, iteration: IterationStats) -> None:
-        """Add one drained batch."""
-        if scheduler is not None:
-            # The engine counts from its own start: after a restart it begins at 0, and a counter must not fall.
-            before, now = self.scheduler.num_preempted, scheduler.num_preempted
-            self.num_preempted += now - before if now >= before else now
-            self.scheduler = scheduler
-        self.num_prompt_tokens += iteration.num_prompt_tokens
-        self.num_queried_tokens += iteration.num_queried_tokens
-        self.num_cached_tokens += iteration.num_cached_tokens
-        self.num_generation_tokens += iteration.num_generation_tokens
-        self.num_restarts += iteration.num_restarts
-        if iteration.time_to_first_token_s:
-            self.first_token_s.observe_many(iteration.time_to_first_token_s)
-        if iteration.inter_token_latency_s:
-            self.inter_token_s.observe_many(iteration.inter_token_latency_s)
-        if iteration.finished:
-            self._record_finished(iteration.finished)
-
-    def _record_finished(self, finished: list[FinishedRequestStats]) -> None:
-        for request in finished:
-            self.finished[request.finish_reason] = self.finished.get(request.finish_reason, 0) + 1
-        self.request_s.observe_many(request.e2e_latency_s for request in finished)
-        self.prompt_sizes.observe_many(request.num_prompt_tokens for request in finished)
-        self.answer_sizes.observe_many(request.num_output_tokens for request in finished)
-
-    @property
-    def cache_usage(self) -> float:
-        """KV blocks in use, from 0 to 1."""
-        scheduler = self.scheduler
-        num_used = scheduler.num_blocks - scheduler.num_free_blocks
-        return num_used / scheduler.num_blocks if scheduler.num_blocks else 0.0
-
-
-class PrometheusStatLogger:
+class PrometheusStatLogger(StatLogger):
     """Counts since it was made, for one model. Each engine has series of its own, by the label `engine`.
 
     Args:
         model_name: value of the label `model_name`.
-        max_model_len: tokens; the largest bucket of the histograms of request sizes is at or below it.
+        max_model_len: tokens; the largest bucket of the histograms of request sizes is at or below it. None: as the
+            model says when it is loaded.
+        has_engine_stats: False: it is given no statistics of engines, and shows no series of them.
     """
 
-    def __init__(self, model_name: str, *, max_model_len: int = 131_072) -> None:
-        self._model_name = model_name
+    def __init__(self, model_name: str, *, max_model_len: int | None = None, has_engine_stats: bool = True) -> None:
         self._max_model_len = max_model_len
-        self._engines = {0: _EngineFigures(max_model_len)}
-        """By the index of the engine, which is the value of the label. The first one shows before it is heard of."""
-        self._rejections: dict[str, int] = dict.fromkeys(_REJECTIONS, 0)
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Families(self))
-        ProcessCollector(registry=self._registry)
-        PlatformCollector(registry=self._registry)
-        GCCollector(registry=self._registry)
+        self._counts = MetricsSnapshot(model_name, has_engine_stats)
+        if has_engine_stats:
+            self._engine(0)  # the first one shows before it is heard of
+        self.collect_others: Callable[[], Awaitable[Sequence[MetricsSnapshot]]] = _collect_none
+        """What other front ends of the same engines have counted. Set by the owner, if there are any."""
+        self._process = CollectorRegistry(auto_describe=False)
+        for make_collector in (ProcessCollector, PlatformCollector, GCCollector):
+            make_collector(registry=self._process)
+
+    def _engine(self, index: int) -> EngineCounts:
+        counts = self._counts.engines.get(index)
+        if counts is None:
+            counts = self._counts.engines[index] = make_engine_counts(self._max_model_len or _MAX_MODEL_LEN)
+        return counts
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int = 0) -> None:
         """Add one drained batch."""
-        figures = self._engines.get(engine_index)
-        if figures is None:
-            figures = self._engines[engine_index] = _EngineFigures(self._max_model_len)
-        figures.record(scheduler, iteration)
+        self._engine(engine_index).record(scheduler, iteration)
 
     def record_rejection(self, reason: str) -> None:
         """Add one request that was refused."""
-        self._rejections[reason] = self._rejections.get(reason, 0) + 1
+        rejections = self._counts.rejections
+        rejections[reason] = rejections.get(reason, 0) + 1
 
-    def log(self) -> None:
-        """Nothing: this logger is read, it does not write."""
+    def record_engine_ready(self, model: ModelConfig, *, engine_index: int) -> None:
+        """Show its KV cache."""
+        sizes_up_to = model.max_model_len if self._max_model_len is None else None
+        self._engine(engine_index).record_ready(model, sizes_up_to=sizes_up_to)
 
-    def render(self, accept: str = "") -> tuple[bytes, str]:
-        """All series, and their content type, in the format that an `Accept` header asks for: text or OpenMetrics."""
-        encoder, content_type = choose_encoder(accept)
-        return encoder(self._registry), content_type
+    def record_operation(self, operation: str, seconds: float | None) -> None:
+        """Count a call that begins, or measure one that is over."""
+        counts = self._counts.operations.setdefault(operation, OperationCounts())
+        if seconds is None:
+            counts.num_in_flight += 1
+        else:
+            counts.num_in_flight -= 1
+            counts.durations.observe(seconds)
+
+    def record_http(
+        self,
+        *,
+        handler: str,
+        method: str,
+        status: int,
+        seconds: float,
+        request_bytes: int,
+        response_bytes: int | None,
+    ) -> None:
+        """Add one HTTP request.
+
+        Args:
+            handler: the path of its route.
+            response_bytes: None: a stream, whose length is not counted.
+        """
+        http = self._counts.http
+        counts = http.handlers.get(handler)
+        if counts is None:
+            counts = http.handlers[handler] = HandlerCounts()
+        by_status = counts.requests.setdefault(method, {})
+        status_class = f"{status // 100}xx"
+        by_status[status_class] = by_status.get(status_class, 0) + 1
+        if method not in counts.durations:
+            counts.durations[method] = make_histogram(HTTP_S_BY_HANDLER)
+        counts.durations[method].observe(seconds)
+        http.durations.observe(seconds)
+        counts.request_bytes.add(request_bytes)
+        if response_bytes is not None:
+            counts.response_bytes.add(response_bytes)
 
     # ------------------------------------------------------------------------------------- scraping
 
-    def _families(self) -> Iterator[Metric]:
-        gauge, counter, histogram = self._gauge, self._counter, self._histogram
-        yield gauge("num_requests_running", "Requests in the batch of the engine.", lambda e: e.scheduler.num_running)
-        yield gauge("num_requests_waiting", "Requests waiting in the engine.", lambda e: e.scheduler.num_waiting)
-        yield gauge("kv_cache_usage_perc", "KV blocks in use, from 0 to 1.", lambda e: e.cache_usage)
-        yield counter(
-            "vllm:prompt_tokens", "Prompt tokens of requests with a first token.", lambda e: e.num_prompt_tokens
-        )
-        yield counter("vllm:generation_tokens", "Generated tokens.", lambda e: e.num_generation_tokens)
-        yield counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens that were in the cache.", lambda e: e.num_cached_tokens
-        )
-        yield counter(
-            "vllm:prefix_cache_queries",
-            "Prompt tokens that the prefix cache was asked for.",
-            lambda e: e.num_queried_tokens,
-        )
-        yield counter("vllm:prefix_cache_hits", "Prompt tokens that it had.", lambda e: e.num_cached_tokens)
-        yield counter("vllm:num_preemptions", "Requests put back to make room for others.", lambda e: e.num_preempted)
-        yield counter(
-            "trio_llm:engine_restarts",
-            "Engines that were started after another one had died.",
-            lambda e: e.num_restarts,
-        )
-        success = CounterMetricFamily(
-            "vllm:request_success", "Requests that ended, by reason.", labels=[*_LABELS, "finished_reason"]
-        )
-        for index, figures in self._engines.items():
-            for reason, count in figures.finished.items():
-                success.add_metric([self._model_name, str(index), reason], count)
-        yield success
-        rejections = CounterMetricFamily(
-            "vllm:admission_rejections", "Requests refused for the load, by reason.", labels=["model_name", "reason"]
-        )
-        for reason, count in self._rejections.items():
-            rejections.add_metric([self._model_name, reason], count)
-        yield rejections
-        yield histogram("time_to_first_token_seconds", "Arrival to first token.", lambda e: e.first_token_s)
-        yield histogram("inter_token_latency_seconds", "Time between two tokens.", lambda e: e.inter_token_s)
-        yield histogram("e2e_request_latency_seconds", "Arrival to end.", lambda e: e.request_s)
-        yield histogram("request_prompt_tokens", "Prompt tokens of ended requests.", lambda e: e.prompt_sizes)
-        yield histogram("request_generation_tokens", "Generated tokens of ended requests.", lambda e: e.answer_sizes)
-        build = GaugeMetricFamily("trio_llm_build_info", "The version that runs; always 1.", labels=["version"])
-        build.add_metric([__version__], 1)
-        yield build
+    def snapshot(self) -> MetricsSnapshot:
+        """All that was counted, as plain data that changes no more."""
+        return self._counts.copy()
 
-    def _gauge(self, name: str, text: str, value_of: Callable[[_EngineFigures], float]) -> Metric:
-        family = GaugeMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-        for index, figures in self._engines.items():
-            family.add_metric([self._model_name, str(index)], value_of(figures))
-        return family
+    def render(self, accept: str = "", *, others: Sequence[MetricsSnapshot] = ()) -> tuple[bytes, str]:
+        """All series, and their content type, in the format that an `Accept` header asks for: text or OpenMetrics.
 
-    def _counter(self, name: str, text: str, value_of: Callable[[_EngineFigures], float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=_LABELS)
-        for index, figures in self._engines.items():
-            family.add_metric([self._model_name, str(index)], value_of(figures))
-        return family
+        Args:
+            others: of front ends that serve the same engines: what all of them count together is shown. Series of the
+                process are those of this one.
 
-    def _histogram(self, name: str, text: str, histogram_of: Callable[[_EngineFigures], _Histogram]) -> Metric:
-        family = HistogramMetricFamily(f"vllm:{name}", text, labels=_LABELS)
-        for index, figures in self._engines.items():
-            histogram = histogram_of(figures)
-            family.add_metric([self._model_name, str(index)], histogram.buckets(), histogram.sum)
-        return family
+        Raises: as `merge`.
+        """
+        registry = CollectorRegistry(auto_describe=False)
+        counts = merge([self._counts, *others]) if others else self._counts
+        registry.register(_Families(counts, self._process))
+        if choose_encoder(accept)[1].startswith("application/openmetrics-text"):
+            return _generate_open_metrics(registry), _OPEN_METRICS
+        return generate_latest(registry), CONTENT_TYPE_PLAIN_0_0_4
+
+
+def _generate_open_metrics(registry: CollectorRegistry) -> bytes:
+    # By default prometheus_client writes `_` for the `:` in names of samples, but not in those of families. Ours need
+    # no escaping.
+    return openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-any-return, no-untyped-call]
+
+
+async def _collect_none() -> Sequence[MetricsSnapshot]:
+    return ()
 
 
 class _Families(Collector):
-    """The logger's series, which the registry collects at each scrape."""
+    """A snapshot and the series of the process, for a registry that collects them."""
 
-    def __init__(self, logger: PrometheusStatLogger) -> None:
-        self._logger = logger
+    def __init__(self, snapshot: MetricsSnapshot, process: CollectorRegistry) -> None:
+        self._snapshot = snapshot
+        self._process = process
 
     def collect(self) -> Iterable[Metric]:
-        return self._logger._families()
+        return chain(make_families(self._snapshot), self._process.collect())

@@ -1,6 +1,6 @@
 """Totals: what all engines did since they were opened, as numbers that a program can read. Behind `llm.statistics()`.
 
-Pure. A StatLogger that `AsyncLLM` always has.
+Pure. A StatLogger that `AsyncLLM` has unless statistics are off.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from trio_llm.frontend.control.status import EngineState
-from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.statistics.stats import IterationStats, StatLogger
 from trio_llm.outputs import FinishReason
 from trio_llm.wire.messages import SchedulerStats
 
@@ -41,8 +41,8 @@ class EngineStatistics:
     """Engines that were started after another one had died."""
 
 
-class Totals:
-    """Implements `StatLogger`."""
+class Totals(StatLogger):
+    """Adds up."""
 
     def __init__(self, *, num_engines: int = 1, first_rank: int = 0) -> None:
         self._first_rank = first_rank
@@ -67,9 +67,6 @@ class Totals:
     def record_rejection(self, reason: str) -> None:
         """Add one request that was refused."""
         self._num_refused += 1
-
-    def log(self) -> None:
-        """Nothing: these are read."""
 
     def snapshot(self, state: EngineState, *, num_blocks: Sequence[int]) -> EngineStatistics:
         """The totals so far.

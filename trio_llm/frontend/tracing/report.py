@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from trio_llm.frontend.statistics.request_clock import RequestClock
 from trio_llm.frontend.statistics.stats import FinishedRequestStats
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
@@ -40,8 +41,15 @@ class RequestReport:
     """Choices that are not over."""
     ends: list[FinishedRequestStats] = field(default_factory=list)
     """What the statistics say about each choice that is over, in the order of their ends. At least one at the end."""
+    first: RequestClock | None = None
+    """Of the choice that had the first token."""
     error: BaseException | None = None
     """What the reader gets in place of the rest of its answer."""
+
+    def note_first_token(self, clock: RequestClock) -> None:
+        """A choice has got its first token."""
+        if self.first is None:
+            self.first = clock
 
     def end_choice(self, stats: FinishedRequestStats, error: BaseException | None) -> None:
         """One more choice is over for its reader."""
@@ -94,6 +102,35 @@ class RequestReport:
     def time_to_first_token_s(self) -> float | None:
         """Seconds from the arrival to the first token of any choice. None: there was none."""
         return min((s for end in self.ends if (s := end.time_to_first_token_s) is not None), default=None)
+
+    # The times in the engine, as `FinishedRequestStats` has them. None where they have no meaning, as for a session.
+
+    @property
+    def queue_time_s(self) -> float | None:
+        """Until the engine planned a token of the first choice."""
+        return self._leader.queue_time_s
+
+    @property
+    def prefill_time_s(self) -> float | None:
+        """From there to the first token of any choice, or to the vector."""
+        return self._leader.prefill_time_s
+
+    @property
+    def decode_time_s(self) -> float | None:
+        """From there to the last token of any choice."""
+        first_token_s = self._leader.time_to_first_token_s
+        last_tokens_s = [
+            end.time_to_first_token_s + end.decode_time_s
+            for end in self.ends
+            if end.time_to_first_token_s is not None and end.decode_time_s is not None
+        ]
+        return None if first_token_s is None or not last_tokens_s else max(last_tokens_s) - first_token_s
+
+    @property
+    def _leader(self) -> FinishedRequestStats:
+        """The choice that had the first token."""
+        latency_s = self.time_to_first_token_s
+        return next(end for end in self.ends if end.time_to_first_token_s == latency_s)
 
 
 class RequestObserver(Protocol):

@@ -6,7 +6,7 @@ Pure. Used by the tracer. Names: vLLM's, and those of OpenTelemetry's semantic c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from trio_llm.frontend.tracing.report import RequestReport
 from trio_llm.pooling import PoolingParams
@@ -34,13 +34,22 @@ def request_attributes(report: RequestReport, model_name: str) -> Mapping[str, A
         "gen_ai.usage.num_sequences": len(report.ends),
         "gen_ai.latency.e2e": report.e2e_latency_s,
     }
-    if (first_token_s := report.time_to_first_token_s) is not None:
-        attributes["gen_ai.latency.time_to_first_token"] = first_token_s
+    attributes |= {name: seconds for name, seconds in _latencies(report) if seconds is not None}
     if isinstance(report.params, SamplingParams):
         attributes |= _sampling_attributes(report.params)
     if report.has_failed:
         attributes["error.type"] = "_OTHER" if report.error is None else type(report.error).__name__
     return attributes
+
+
+def _latencies(report: RequestReport) -> Iterator[tuple[str, float | None]]:
+    prefill_s, decode_s = report.prefill_time_s, report.decode_time_s
+    yield "gen_ai.latency.time_to_first_token", report.time_to_first_token_s
+    yield "gen_ai.latency.time_in_queue", report.queue_time_s
+    yield "gen_ai.latency.time_in_model_prefill", prefill_s
+    yield "gen_ai.latency.time_in_model_decode", decode_s
+    if prefill_s is not None and (decode_s is not None or isinstance(report.params, PoolingParams)):
+        yield "gen_ai.latency.time_in_model_inference", prefill_s + (decode_s or 0.0)
 
 
 def _sampling_attributes(params: SamplingParams) -> dict[str, AttributeValue]:

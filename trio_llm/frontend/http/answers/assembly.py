@@ -14,7 +14,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
 from trio_llm.errors import EngineGenerateError
-from trio_llm.outputs import CompletionOutput, FinishReason, RequestOutput, TokenLogprobs, WeightVersionSpan
+from trio_llm.outputs import (
+    CompletionOutput,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    TokenLogprobs,
+    WeightVersionSpan,
+)
 
 __all__ = [
     "TEXT_ONLY",
@@ -130,6 +137,8 @@ class Usage:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    metrics: RequestMetrics | None = None
+    """How long an answer with one choice took, if it is to be told; known at its end."""
 
 
 @dataclass(slots=True)
@@ -159,11 +168,13 @@ class Assembler:
         *,
         choices_per_prompt: int = 1,
         contents: AnswerContents = TEXT_ONLY,
+        with_metrics: bool = False,
     ) -> None:
         assert len(contents.prompts) in (0, num_prompts)
         self._contents = contents
         self._choices_per_prompt = choices_per_prompt
         self._num_choices = num_prompts * choices_per_prompt
+        self._with_metrics = with_metrics and self._num_choices == 1
         self._has_started = False
         self.usage: Final = Usage()
         """The events so far. Tokens whose text is held back count with the event that brings it. Updated in place."""
@@ -197,6 +208,8 @@ class Assembler:
             self._has_started = True
             events.extend(ChoiceStarted(i) for i in range(self._num_choices))
         first_choice = index * self._choices_per_prompt
+        if output.metrics is not None and self._with_metrics:
+            self.usage.metrics = output.metrics
         if output.prompt_logprobs is not None:
             self._prompt_logprobs[index] = output.prompt_logprobs
         for completion in output.outputs:

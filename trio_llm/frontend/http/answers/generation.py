@@ -101,6 +101,8 @@ class Generation:
     trace_headers: Mapping[str, str] | None = None
     timeout: RequestTimeout = NO_TIMEOUT
     contents: AnswerContents = TEXT_ONLY
+    with_metrics: bool = False
+    """The answer tells how long it took, if it has one choice."""
     param_names: Mapping[str, str] = field(default_factory=dict)
     """Fields of `params` -> the client's names for them, where they differ."""
     prompt_field: str = "prompt"
@@ -108,7 +110,9 @@ class Generation:
 
     def assembler(self) -> Assembler:
         """A fresh assembler for the outputs of this generation."""
-        return Assembler(len(self.prompts), choices_per_prompt=self.params.n, contents=self.contents)
+        return Assembler(
+            len(self.prompts), choices_per_prompt=self.params.n, contents=self.contents, with_metrics=self.with_metrics
+        )
 
     @asynccontextmanager
     async def open(self) -> AsyncIterator[AsyncIterator[IndexedOutput]]:

@@ -24,6 +24,7 @@ __all__ = [
     "EmbeddingEntry",
     "EmbeddingList",
     "Error",
+    "MetricsBody",
     "ModelCard",
     "ModelList",
     "PoolingEntry",
@@ -57,6 +58,16 @@ class UsageBody(VectorUsage):
     """Tokens of all prompts and choices."""
 
     completion_tokens_details: None
+
+
+class MetricsBody(TypedDict):
+    """How long an answer with one choice took, with `--enable-per-request-metrics`. Null: it ended before that."""
+
+    time_to_first_token_ms: float | None
+    generation_time_ms: float | None
+    queue_time_ms: float | None
+    mean_itl_ms: float | None
+    tokens_per_second: float | None
 
 
 # -------------------------------------------------------------------------------- chat completions
@@ -102,7 +113,7 @@ class ChatCompletion(TypedDict):
     prompt_token_ids: list[int] | None
     prompt_text: str | None
     kv_transfer_params: None
-    metrics: None
+    metrics: MetricsBody | None
 
 
 class ChatDelta(TypedDict):
@@ -135,6 +146,7 @@ class ChatChunk(TypedDict):
     prompt_token_ids: NotRequired[list[int]]
     prompt_text: NotRequired[str]
     usage: NotRequired[UsageBody]
+    metrics: NotRequired[MetricsBody]
     system_fingerprint: NotRequired[None]
 
 
@@ -168,6 +180,7 @@ class Completion(TypedDict):
     system_fingerprint: None
     usage: UsageBody
     kv_transfer_params: None
+    metrics: NotRequired[MetricsBody | None]
 
 
 class CompletionChunkChoice(TypedDict):
@@ -193,6 +206,7 @@ class CompletionChunk(TypedDict):
     model: str
     choices: list[CompletionChunkChoice]
     usage: NotRequired[UsageBody]
+    metrics: NotRequired[MetricsBody]
     system_fingerprint: NotRequired[None]
 
 

@@ -20,7 +20,7 @@ from trio_llm.frontend.http.openai.logprobs import (
     completion_logprobs,
     token_text,
 )
-from trio_llm.frontend.http.openai.responses import AnswerHead, echo_logprobs, usage_body
+from trio_llm.frontend.http.openai.responses import AnswerHead, echo_logprobs, metrics_body, usage_body
 from trio_llm.frontend.http.openai.text_offsets import MakeOffsets, TextOffsets
 from trio_llm.frontend.http.server.sse import DONE_EVENT
 from trio_llm.outputs import TokenLogprobs
@@ -65,7 +65,7 @@ class _Chunks:
 
     def render(self, events: list[Event], usage: Usage) -> bytes:
         """One chunk per event. Usage in a chunk counts the tokens up to that chunk."""
-        if not self._usage.in_every_chunk and not self._first_only:
+        if not (self._usage.in_every_chunk or self._first_only or usage.metrics):
             return b"".join([self._beginning + choice + b"]}\n\n" for choice in map(self._choice, events) if choice])
         chunks = []
         num_tokens = usage.num_output_tokens - sum(event.num_tokens for event in events)
@@ -77,6 +77,8 @@ class _Chunks:
                 if self._usage.in_every_chunk:
                     sent = Usage(usage.num_prompt_tokens, usage.num_cached_tokens, num_tokens)
                     chunks += [b',"usage":', _encode(usage_body(sent))]
+                if usage.metrics and isinstance(event, ChoiceFinished) and not self._usage.at_the_end:
+                    chunks += [b',"metrics":', _encode(metrics_body(usage))]
                 chunks.append(b"}\n\n")
         return b"".join(chunks)
 
@@ -84,10 +86,12 @@ class _Chunks:
         """The chunk with the usage, if it was asked for, and the end mark."""
         if not self._usage.at_the_end:
             return DONE_EVENT
+        metrics = b',"metrics":' + _encode(metrics_body(usage)) if usage.metrics else b""
         return (
             self._beginning
             + b'],"usage":'
             + _encode(usage_body(usage))
+            + metrics
             + b',"system_fingerprint":null}\n\n'
             + DONE_EVENT
         )

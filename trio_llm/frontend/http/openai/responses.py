@@ -20,6 +20,7 @@ from trio_llm.frontend.http.openai.answer_bodies import (
     ChatCompletion,
     Completion,
     CompletionChoice,
+    MetricsBody,
     UsageBody,
 )
 from trio_llm.frontend.http.openai.logprobs import (
@@ -32,7 +33,7 @@ from trio_llm.frontend.http.openai.logprobs import (
 )
 from trio_llm.frontend.http.openai.text_offsets import MakeOffsets
 
-__all__ = ["AnswerHead", "chat_answer", "completion_answer", "echo_logprobs", "usage_body"]
+__all__ = ["AnswerHead", "chat_answer", "completion_answer", "echo_logprobs", "metrics_body", "usage_body"]
 
 _encode = msgspec.json.Encoder().encode
 
@@ -62,7 +63,7 @@ def chat_answer(head: AnswerHead, choices: Sequence[Choice], usage: Usage, name_
         "prompt_token_ids": echoed_ids,
         "prompt_text": prompt_text,
         "kv_transfer_params": None,
-        "metrics": None,
+        "metrics": metrics_body(usage),
     }
     return _encode(answer)
 
@@ -90,6 +91,8 @@ def completion_answer(
         "usage": usage_body(usage),
         "kv_transfer_params": None,
     }
+    if usage.metrics is not None:
+        answer["metrics"] = metrics_body(usage)
     return _encode(answer)
 
 
@@ -174,3 +177,23 @@ def usage_body(usage: Usage) -> UsageBody:
         "prompt_tokens_details": {"cached_tokens": usage.num_cached_tokens},
         "completion_tokens_details": None,
     }
+
+
+def metrics_body(usage: Usage) -> MetricsBody | None:
+    """How long the answer took. None: that is not to be told."""
+    metrics = usage.metrics
+    if metrics is None:
+        return None
+    generation_s, num_tokens = metrics.generation_time_s, usage.num_output_tokens
+    mean_s = generation_s / (num_tokens - 1) if generation_s is not None and num_tokens > 1 else None
+    return {
+        "time_to_first_token_ms": _as_ms(metrics.time_to_first_token_s),
+        "generation_time_ms": _as_ms(generation_s),
+        "queue_time_ms": _as_ms(metrics.queue_time_s),
+        "mean_itl_ms": _as_ms(mean_s),
+        "tokens_per_second": round(num_tokens / generation_s, 3) if generation_s else None,
+    }
+
+
+def _as_ms(seconds: float | None) -> float | None:
+    return None if seconds is None else round(1000 * seconds, 3)

@@ -26,6 +26,7 @@ from trio_llm.config import ServerConfig
 from trio_llm.errors import TrioLLMError
 from trio_llm.frontend.http.server.body_reader import BodyReader
 from trio_llm.frontend.http.server.errors import ErrorReply, HttpVersionError, only_error, reply_for
+from trio_llm.frontend.http.server.instrument import ExchangeObserver, describe_exchange
 from trio_llm.frontend.http.server.sse import DONE_EVENT, error_event
 
 __all__ = ["ASGIApp", "Message", "Receive", "Scope", "Send", "Shell", "client_request_id", "reply_to"]
@@ -49,10 +50,19 @@ class Shell:
         app: gets scopes of type `http` only, with `state` holding `request_id` and `client_request_id` (the
             `X-Request-Id` header, or None); its `receive` gives the body in one message.
         is_draining: called once per response; while it is true, connections close after their answer.
+        observe: called once per request, when all of it is over. Synchronous; must not raise.
     """
 
-    def __init__(self, app: ASGIApp, config: ServerConfig, *, is_draining: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        config: ServerConfig,
+        *,
+        is_draining: Callable[[], bool],
+        observe: ExchangeObserver | None = None,
+    ) -> None:
         self._app = app
+        self._observe = observe
         self._bodies = BodyReader(config)
         self._is_draining = is_draining
         self._num_requests = 0
@@ -87,10 +97,14 @@ class Shell:
         if self._num_requests == 0:
             self._idle = trio.Event()
         self._num_requests += 1
+        began_s = trio.current_time()
+        exchange = _Exchange(scope, receive, send, is_draining=self._is_draining)
         try:
-            exchange = _Exchange(scope, receive, send, is_draining=self._is_draining)
             await exchange.run(self._app, self._bodies)
         finally:
+            if self._observe is not None:
+                seconds, num_bytes = trio.current_time() - began_s, exchange.num_body_bytes
+                self._observe(describe_exchange(scope, exchange.start, seconds=seconds, request_bytes=num_bytes))
             self._num_requests -= 1
             if self._num_requests == 0:
                 self._idle.set()
@@ -114,6 +128,9 @@ class _Exchange:
         self._error_start: Message | None = None  # http.response.start of an error in place of the app's
         self._final: Message | None = None  # the last body message, kept back
         self._body_left = True  # some of the request's body was not read
+        self.num_body_bytes = 0
+        self.start: Message | None = None
+        """The message that the answer began with. Set at the end."""
 
     async def run(self, app: ASGIApp, bodies: BodyReader) -> None:
         """Serve the request, to the last message of its answer."""
@@ -122,6 +139,8 @@ class _Exchange:
             self._body_left = False
             if self._body is None:
                 self._has_gone.set()
+            else:
+                self.num_body_bytes = len(self._body)
             if not self._is_http_1:
                 raise HttpVersionError(self._scope["http_version"])
             if not self._has_gone.is_set():
@@ -133,6 +152,7 @@ class _Exchange:
                 await self._finish()
         finally:
             # The task that waited for the client was ended by an exception, which may hold this object for a while.
+            self.start = self._error_start or self._response
             self._body = self._response = self._error_start = self._final = None
 
     @property

@@ -65,6 +65,8 @@ class OutputProcessor:
         self._table = table
         self.weight_version = "default"
         """The version of the weights behind the rows to come; set before the rows of each message."""
+        self.engine_time_s = 0.0
+        """The engine's clock when it sent these rows; set likewise."""
 
     def make_state(
         self, request: EngineCoreRequest, external_id: str, *, index: int = 0, family: Family | None = None
@@ -222,6 +224,12 @@ class OutputProcessor:
             OutputGap: as `process`.
             Exception: something is wrong with the row.
         """
+        if row.queued_s is not None:
+            state.queued_s = row.queued_s
+        if row.scheduled_s is not None:
+            state.prefill_s = self.engine_time_s - row.scheduled_s
+        if row.finish_reason is not None:
+            state.num_preemptions = row.num_preemptions
         if row.finish_reason == "error":
             raise EngineGenerateError(row.error or "the engine ended the request without a reason")
         check_row(state, row)

@@ -53,6 +53,12 @@ class RequestState:
     is_fast_path: bool = False
     """The reader wants nothing but the tokens and their text, as they come: see `OutputProcessor.process_delta`."""
     num_cached_tokens: int = 0
+    queued_s: float | None = None
+    """How long the engine let it wait until its first token was planned, by the engine's clock; None: not known yet."""
+    prefill_s: float | None = None
+    """The same from there to its first token, or to its vector."""
+    num_preemptions: int | None = None
+    """Times that it lost its KV blocks in the engine; None: the engine has not ended it."""
     num_expired: int = 0
     """How often the engine dropped it because its deadline had passed before anything was computed."""
     text: list[str] = field(default_factory=list)
