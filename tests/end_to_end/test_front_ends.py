@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import pytest
 import trio
+from prometheus_client.parser import text_string_to_metric_families
 
 from tests.end_to_end.conftest import fake_engine
 from tests.end_to_end.servers import FAKE_ENGINE_COUNT, Server, children_of, is_alive, kill, open_stream, wait_until
@@ -110,6 +111,47 @@ async def test_each_front_end_answers_with_the_same_tokens(front: Front) -> None
 
     assert len(texts[0]) == NUM_TOKENS
     assert texts == texts[:1] * NUM_FRONT_ENDS
+
+
+async def test_connections_are_shared_out(front: Front) -> None:
+    owners: list[int] = []
+
+    async def connect() -> None:
+        async with httpx.AsyncClient(base_url=front.server.url, timeout=60) as client:
+            await client.get("/version")
+            owners.append(front.owner(client))
+            await wait_until(lambda: len(owners) == 40)  # all are open at the same time
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(40):
+            nursery.start_soon(connect)
+
+    counts = [owners.count(pid) for pid in front.pids]
+    assert min(counts) >= 10, counts
+
+
+async def test_metrics_of_any_front_end_are_those_of_all_also_of_those_that_have_died(front: Front) -> None:
+    async def counted(pid: int) -> float:
+        async with front.client_of(pid) as client:
+            return await front.server.metric(client, "vllm:generation_tokens_total")
+
+    first, second = front.pids
+    before = await counted(first)
+    for pid in (first, second):
+        await read_from(front, pid, "hello", num_tokens=10)
+    assert [await counted(pid) for pid in (first, second)] == [before + 20] * 2
+
+    kill(first)
+    await wait_until(lambda: len(front.pids) == NUM_FRONT_ENDS and first not in front.pids)
+    [new] = set(front.pids) - {second}
+    await read_from(front, second, "hello", num_tokens=10)
+    assert [await counted(pid) for pid in (second, new)] == [before + 30] * 2
+    async with front.client_of(second) as client:
+        text = (await client.get("/metrics")).text
+    families = list(text_string_to_metric_families(text))
+    assert len({family.name for family in families}) == len(families)
+    samples = [sample for family in families for sample in family.samples]
+    assert len({(sample.name, *sorted(sample.labels.items())) for sample in samples}) == len(samples)
 
 
 async def test_a_front_end_that_is_killed_costs_only_its_own_streams_and_is_back(front: Front) -> None:

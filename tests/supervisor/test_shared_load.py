@@ -35,6 +35,22 @@ def test_each_front_end_sees_what_the_others_have(fd: int) -> None:
         assert (second.num_requests, second.num_tokens) == (0, 0)
 
 
+def test_the_front_end_with_clearly_more_connections_than_another_lets_that_one_accept(fd: int) -> None:
+    with SharedLoad(fd, 0) as first, SharedLoad(fd, 1) as second, SharedLoad(fd, 2) as third:
+        ours = first.turns
+        for load in (second, third):
+            load.turns.publish(10)
+
+        assert not ours.is_ahead(14)
+        assert ours.is_ahead(15)
+        third.turns.publish(11)
+        assert ours.is_ahead(15)
+        second.turns.publish(11)
+        assert not ours.is_ahead(15)
+        first.clear(1)
+        assert ours.is_ahead(5)
+
+
 def test_what_another_process_writes_is_seen(fd: int) -> None:
     script = (
         "import sys\n"

@@ -60,8 +60,8 @@ async def _serve_supervisor(end: socket.socket) -> None:
         return  # the supervisor has gone already
     logging.basicConfig(level=boot.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("trio_llm.hypercorn").setLevel(logging.WARNING)
-    listeners = Listeners(tuple(socket.socket(fileno=fd) for fd in boot.listener_fds))
     with SharedLoad(boot.load_fd, boot.client_index - 1) as load:
+        listeners = Listeners(tuple(socket.socket(fileno=fd) for fd in boot.listener_fds), load.turns)
         await run_front_end(channel, boot, listeners, load)
 
 
@@ -74,9 +74,10 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
         EngineStartupError: the sockets for the engines cannot be made.
         EngineDeadError: all engines are dead for good.
     """
-    link = SupervisorLink(channel, boot)
     has_stats = not boot.engine.disable_log_stats
     metrics = PrometheusStatLogger(model_names(boot.engine, boot.server)[0], has_engine_stats=has_stats)
+    link = SupervisorLink(channel, boot, metrics)
+    metrics.collect_others = link.collect_metrics
     llm = AsyncLLM(
         link.cores,
         boot.engine,
@@ -94,6 +95,7 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
                 nursery.cancel_scope.cancel(reason="the supervisor is gone")
 
             nursery.start_soon(follow_supervisor)
+            nursery.start_soon(link.report_metrics)
             run_http = partial(serve, llm, boot.server, metrics=metrics, listeners=listeners, stop=link.stop)
             async with trio.open_nursery() as http:
                 await http.start(run_http)

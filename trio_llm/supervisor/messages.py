@@ -13,11 +13,13 @@ from trio_llm.config import EngineConfig, ServerConfig
 from trio_llm.errors import CodecError
 from trio_llm.frontend.control.engine_control import Answer
 from trio_llm.frontend.control.state import ControlState
+from trio_llm.frontend.statistics.metric_counts import MetricsSnapshot
 from trio_llm.wire.messages import PlainValue, Progress
 
 __all__ = [
     "LENGTH_BYTES",
     "MAX_MESSAGE_BYTES",
+    "AskMetrics",
     "Boot",
     "ControlAnswer",
     "ControlCall",
@@ -30,6 +32,9 @@ __all__ = [
     "FromFrontEnd",
     "KillEngine",
     "Listening",
+    "Metrics",
+    "MetricsOfOthers",
+    "ReportMetrics",
     "Serving",
     "Stop",
     "ToFrontEnd",
@@ -111,11 +116,34 @@ class ControlAnswer(_Message, frozen=True, tag="answer"):
     """The argument that is at fault, for `invalid`."""
 
 
+class ReportMetrics(_Message, frozen=True, tag="report_metrics"):
+    """Send `Metrics` with this number."""
+
+    call_id: int
+
+
+class MetricsOfOthers(_Message, frozen=True, tag="metrics_of_others"):
+    """The answer to `AskMetrics`: what other front ends have counted, those among them that have died."""
+
+    call_id: int
+    snapshots: list[MetricsSnapshot]
+
+
 class Stop(_Message, frozen=True, tag="stop"):
     """Drain, then end."""
 
 
-ToFrontEnd = Boot | EngineProgress | EngineLostNotice | EngineDied | EngineStates | ControlAnswer | Stop
+ToFrontEnd = (
+    Boot
+    | EngineProgress
+    | EngineLostNotice
+    | EngineDied
+    | EngineStates
+    | ControlAnswer
+    | ReportMetrics
+    | MetricsOfOthers
+    | Stop
+)
 
 
 # -------------------------------------------------------------------------------- from the front end
@@ -158,7 +186,21 @@ class ControlCall(_Message, frozen=True, tag="call"):
     args: list[PlainValue]
 
 
-FromFrontEnd = Listening | Serving | KillEngine | ControlCall
+class Metrics(_Message, frozen=True, tag="metrics"):
+    """What this front end has counted. Sent every few seconds, and when the supervisor asks."""
+
+    call_id: int
+    """That of `ReportMetrics`; 0: it was not asked for."""
+    snapshot: MetricsSnapshot
+
+
+class AskMetrics(_Message, frozen=True, tag="ask_metrics"):
+    """Send `MetricsOfOthers` with this number."""
+
+    call_id: int
+
+
+FromFrontEnd = Listening | Serving | KillEngine | ControlCall | Metrics | AskMetrics
 
 
 _T = TypeVar("_T")

@@ -1,6 +1,6 @@
 """SharedLoad: what each front end has unfinished, in memory that all of them see, so that limits hold for all together.
 
-A table of int64 in an anonymous file: two per front end, which only that front end writes. The supervisor makes the
+A table of int64 in an anonymous file: three per front end, which only that front end writes. The supervisor makes the
 file, and clears the place of a front end that has died.
 """
 
@@ -13,8 +13,11 @@ from typing import Final
 
 __all__ = ["SharedLoad", "create_load_file"]
 
-_NUM_COUNTS: Final = 2
-"""Requests, prompt tokens."""
+_NUM_COUNTS: Final = 3
+"""Requests, prompt tokens, connections."""
+_CONNECTIONS: Final = 2
+_FEW: Final = 4
+"""Connections that one process may have more than another before it lets that one accept first."""
 _COUNT_BYTES: Final = 8
 
 
@@ -34,7 +37,9 @@ def create_load_file(num_front_ends: int) -> int:
 
 
 class SharedLoad:
-    """The table as one process sees it. Implements `LoadOfOthers`. A context manager that unmaps the table.
+    """The table as one process sees it. Implements `LoadOfOthers`, and has `AcceptTurns`.
+
+    A context manager that unmaps the table.
 
     Two front ends that admit requests in the very same moment may go over a limit together, by what both admit then.
 
@@ -74,6 +79,12 @@ class SharedLoad:
         self._counts[start] = num_requests
         self._counts[start + 1] = num_tokens
 
+    @property
+    def turns(self) -> _Turns:
+        """The connections, for listeners that all front ends share."""
+        assert self._place is not None
+        return _Turns(self._counts, self._place)
+
     def clear(self, place: int) -> None:
         """A front end is gone, and all its requests with it."""
         start = place * _NUM_COUNTS
@@ -83,3 +94,24 @@ class SharedLoad:
     def _sum_of_others(self, which: int) -> int:
         total = sum(self._counts[which::_NUM_COUNTS])
         return total if self._place is None else total - self._counts[self._place * _NUM_COUNTS + which]
+
+
+class _Turns:
+    """Implements `AcceptTurns`.
+
+    Args:
+        counts: the whole table.
+        place: which front end this is.
+    """
+
+    def __init__(self, counts: memoryview[int], place: int) -> None:
+        self._counts = counts
+        self._place = place
+
+    def publish(self, num_connections: int) -> None:
+        self._counts[self._place * _NUM_COUNTS + _CONNECTIONS] = num_connections
+
+    def is_ahead(self, num_connections: int) -> bool:
+        connections = self._counts.tolist()[_CONNECTIONS::_NUM_COUNTS]
+        del connections[self._place]
+        return num_connections > min(connections, default=num_connections) + _FEW

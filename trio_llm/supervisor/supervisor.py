@@ -24,6 +24,7 @@ from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.supervisor.errors import make_error_answer
 from trio_llm.supervisor.front_end_process import FRONT_END_COMMAND, FrontEndProcess
 from trio_llm.supervisor.messages import (
+    AskMetrics,
     Boot,
     ControlAnswer,
     ControlCall,
@@ -34,9 +35,12 @@ from trio_llm.supervisor.messages import (
     FromFrontEnd,
     KillEngine,
     Listening,
+    Metrics,
+    MetricsOfOthers,
     Serving,
     ToFrontEnd,
 )
+from trio_llm.supervisor.metrics_exchange import MetricsExchange
 from trio_llm.supervisor.shared_load import SharedLoad
 from trio_llm.wire.messages import AttachClient, DetachClient, FromEngine, ModelConfig, Progress, Ready
 
@@ -46,6 +50,7 @@ logger = logging.getLogger(__name__)
 
 MAX_FRONT_END_RESTARTS: Final = 5
 """Restarts of one front end within ten minutes; one more death ends the server."""
+_LOG_INTERVAL_S: Final = 10.0
 _DEATH_GRACE_S: Final = 10.0
 """How long front ends may take to end by themselves once all engines are dead: they answer their clients first."""
 
@@ -74,6 +79,7 @@ class Supervisor:
         self.group = EngineGroup(cores, engine, self._check_ready)
         self.group.listen(self)
         self._load = SharedLoad(load_fd)
+        self._logs_stats = not engine.disable_log_stats
         self._keeps_alive = server.keep_alive_on_engine_death
         self.front_ends = [
             FrontEndProcess(
@@ -91,6 +97,7 @@ class Supervisor:
             )
             for index in range(1, server.api_server_count + 1)
         ]
+        self._metrics = MetricsExchange(lambda index, message: self.front_ends[index - 1].send_nowait(message))
         self._settled = trio.Event()
         """All engines are ready for the first time, or all are dead."""
         self._epochs = [0] * len(cores)
@@ -136,6 +143,8 @@ class Supervisor:
                 self._nursery = nursery
                 self.group.start(nursery, self._drain_engine)
                 nursery.start_soon(self._settle)
+                if self._logs_stats:
+                    nursery.start_soon(self._metrics.log, _LOG_INTERVAL_S)
                 async with trio.open_nursery() as front_ends:
                     for front_end in self.front_ends:
                         front_ends.start_soon(self._keep, front_end, front_ends)
@@ -150,7 +159,7 @@ class Supervisor:
 
     async def _keep(self, front_end: FrontEndProcess, nursery: trio.Nursery) -> None:
         """Run a front end, and start it again when it dies, until it has drained or the engines are dead."""
-        policy = RestartPolicy(MAX_FRONT_END_RESTARTS)
+        policy = RestartPolicy(MAX_FRONT_END_RESTARTS, is_first_at_once=True)
         while True:
             try:
                 reason = await front_end.run(partial(self._greet, front_end))
@@ -206,6 +215,10 @@ class Supervisor:
                 logger.info("front end %d answers clients", index)
             case KillEngine():
                 self._kill(message)
+            case Metrics():
+                self._metrics.take(index, message)
+            case AskMetrics():
+                self._nursery.start_soon(self._send_metrics, front_end, front_end.epoch, message.call_id)
             case ControlCall():
                 self._nursery.start_soon(self._make_call, front_end, front_end.epoch, message)
             case _:
@@ -215,6 +228,11 @@ class Supervisor:
         engine = self.group.engines[message.engine_index]
         if message.epoch in (0, self._epochs[engine.index]) and not engine.is_dead:
             engine.core.kill(message.reason, for_good=message.for_good)
+
+    async def _send_metrics(self, front_end: FrontEndProcess, epoch: int, call_id: int) -> None:
+        snapshots = await self._metrics.collect(front_end.index)
+        if front_end.epoch == epoch:
+            front_end.send_nowait(MetricsOfOthers(call_id=call_id, snapshots=snapshots))
 
     async def _make_call(self, front_end: FrontEndProcess, epoch: int, call: ControlCall) -> None:
         """Make a control call. It is made to its end, whatever becomes of the front end."""
@@ -241,6 +259,7 @@ class Supervisor:
     def _detach(self, front_end: FrontEndProcess) -> None:
         """A front end has ended: the engines abort its requests, and none of them counts any more."""
         self._load.clear(front_end.index - 1)
+        self._metrics.retire(front_end.index)
         for engine in self.group.engines:
             if engine.is_up and engine.model is not None:
                 engine.send_nowait(DetachClient(front_end.index))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
+from typing import Final, TypeVar
 
 import trio
 
@@ -13,9 +14,12 @@ from trio_llm.frontend.control.engine import Engine
 from trio_llm.frontend.control.engine_control import Answer
 from trio_llm.frontend.core_client.attached_engine import AttachedEngine
 from trio_llm.frontend.core_client.base import EngineLost
+from trio_llm.frontend.statistics.metric_counts import MetricsSnapshot
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.supervisor.channel import Channel
 from trio_llm.supervisor.errors import make_error
 from trio_llm.supervisor.messages import (
+    AskMetrics,
     Boot,
     ControlAnswer,
     ControlCall,
@@ -26,6 +30,9 @@ from trio_llm.supervisor.messages import (
     EngineStates,
     KillEngine,
     Listening,
+    Metrics,
+    MetricsOfOthers,
+    ReportMetrics,
     Serving,
     Stop,
     ToFrontEnd,
@@ -35,10 +42,16 @@ from trio_llm.wire.messages import PlainValue
 __all__ = ["SupervisorLink"]
 
 
+REPORT_S: Final = 2.0
+"""Time between two reports of what is counted: so much of it is lost with a front end that is killed."""
+
+_ReplyT = TypeVar("_ReplyT", ControlAnswer, MetricsOfOthers)
+
+
 @dataclass(slots=True, eq=False)
 class _WaitingCall:
     done: trio.Event
-    answer: ControlAnswer | None = None
+    reply: ControlAnswer | MetricsOfOthers | None = None
 
 
 class SupervisorLink:
@@ -48,12 +61,15 @@ class SupervisorLink:
         EngineStartupError: the sockets for the engines cannot be made.
     """
 
-    def __init__(self, channel: Channel[ToFrontEnd], boot: Boot) -> None:
+    def __init__(self, channel: Channel[ToFrontEnd], boot: Boot, metrics: PrometheusStatLogger) -> None:
         self._channel = channel
         self.stop = trio.Event()
         """The supervisor wants this front end to drain and end."""
         self.cores = [AttachedEngine(index, _Kill(channel, index)) for index in range(boot.num_engines)]
         self._engines: Sequence[Engine] = ()
+        self._metrics = metrics
+        self._is_serving = False
+        """Before that it has counted nothing, and does not know the model that its histograms are for."""
         self._calls: dict[int, _WaitingCall] = {}
         self._numbers = count(1)
 
@@ -79,6 +95,8 @@ class SupervisorLink:
 
     def report_serving(self) -> None:
         """All is loaded, and clients are answered from now on."""
+        self._is_serving = True
+        self._report(0)
         self._channel.send_nowait(Serving())
 
     async def make_call(self, method: str, args: tuple[PlainValue, ...]) -> list[Answer]:
@@ -90,17 +108,39 @@ class SupervisorLink:
             TrioLLMError: as `EngineControl.call`.
         """
         call_id = next(self._numbers)
-        self._channel.send_nowait(ControlCall(call_id=call_id, method=method, args=list(args)))
+        message = ControlCall(call_id=call_id, method=method, args=list(args))
+        answer = await self._ask(call_id, message, ControlAnswer)
+        if answer.error is not None:
+            raise make_error(answer)
+        return answer.answers
+
+    async def collect_metrics(self) -> Sequence[MetricsSnapshot]:
+        """What the other front ends have counted. Takes half a second at most. Cancellation: safe."""
+        if not self._is_serving:
+            return ()
+        call_id = next(self._numbers)
+        return (await self._ask(call_id, AskMetrics(call_id=call_id), MetricsOfOthers)).snapshots
+
+    async def report_metrics(self) -> None:
+        """Send what is counted here, now and then. Returns never. Cancellation: safe."""
+        while True:
+            await trio.sleep(REPORT_S)
+            self._report(0)
+
+    def _report(self, call_id: int) -> None:
+        if self._is_serving:
+            self._channel.send_nowait(Metrics(call_id=call_id, snapshot=self._metrics.snapshot()))
+
+    async def _ask(self, call_id: int, message: ControlCall | AskMetrics, reply_type: type[_ReplyT]) -> _ReplyT:
+        """Send a message, and wait for the reply with its number. Cancellation: the reply is dropped."""
+        self._channel.send_nowait(message)
         waiting = self._calls[call_id] = _WaitingCall(trio.Event())
         try:
             await waiting.done.wait()
         finally:
             del self._calls[call_id]
-        answer = waiting.answer
-        assert answer is not None
-        if answer.error is not None:
-            raise make_error(answer)
-        return answer.answers
+        assert isinstance(waiting.reply, reply_type)
+        return waiting.reply
 
     def _take(self, message: ToFrontEnd) -> None:
         match message:
@@ -114,10 +154,12 @@ class SupervisorLink:
                 for engine, state in zip(self._engines, message.states, strict=True):
                     engine.control_state = state
                     engine.num_control_calls = message.num_calls
-            case ControlAnswer():
+            case ControlAnswer() | MetricsOfOthers():
                 if waiting := self._calls.get(message.call_id):
-                    waiting.answer = message
+                    waiting.reply = message
                     waiting.done.set()
+            case ReportMetrics():
+                self._report(message.call_id)
             case Stop():
                 self.stop.set()
             case Boot():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant
 
@@ -14,6 +14,7 @@ from tests.engine.scheduling.test_scheduler_properties import Traffic, limits_st
 from tests.support.sequences import make_sequence
 from trio_llm.config import FakeEngineConfig
 from trio_llm.engine.scheduling.block_hash import salted
+from trio_llm.engine.scheduling.kv_event_log import condense
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.sampling import SamplingParams
 from trio_llm.wire.messages import AllBlocksCleared, BlockRemoved, BlockStored, KVEvent
@@ -164,3 +165,63 @@ def test_what_a_failed_row_has_computed_is_removed() -> None:
 
 def test_nothing_is_written_down_unless_it_is_asked_for() -> None:
     assert MiniEngine().scheduler.kv_event_log is None
+
+
+# ------------------------------------------------------------------------------- a client far behind
+
+
+@given(st.lists(st.integers(0, 6), max_size=60), st.integers(0, 60), st.booleans())
+def test_condensed_events_lead_to_the_same_cache_from_wherever_a_client_was(
+    changes: list[int], num_seen: int, knows_all: bool
+) -> None:
+    """0 clears the cache; any other number stores a block, or removes it if it is there.
+
+    A client that was attached later knows nothing of what was stored before, and must not be told less for it.
+    """
+    engine_knows: set[bytes] = set()
+    events: list[KVEvent] = []
+    at_seen: set[bytes] = set()
+    for number, change in enumerate(changes):
+        block_hash = bytes([change]) * 16
+        if number == num_seen:
+            at_seen = set(engine_knows)
+        if change == 0:
+            events.append(AllBlocksCleared())
+            engine_knows.clear()
+        elif block_hash in engine_knows:
+            events.append(BlockRemoved([block_hash]))
+            engine_knows.remove(block_hash)
+        else:
+            events.append(BlockStored([block_hash], None, [change], 1))
+            engine_knows.add(block_hash)
+    unseen = events[num_seen:]
+    client_knows = at_seen if knows_all else set()
+    whole = apply_events(client_knows, unseen)
+
+    condensed = condense(unseen)
+
+    assert apply_events(client_knows, condensed) == whole
+    assert len(condensed) <= 2 + 6
+    assert condense(condensed) == condensed
+
+
+def apply_events(known: set[bytes], events: list[KVEvent]) -> set[bytes]:
+    known = set(known)
+    for event in events:
+        match event:
+            case BlockStored():
+                known.update(event.block_hashes)
+            case BlockRemoved():
+                known.difference_update(event.block_hashes)
+            case AllBlocksCleared():
+                known.clear()
+    return known
+
+
+def test_condensing_splits_what_was_stored_together_if_a_part_of_it_is_gone() -> None:
+    a, b, c = (bytes([number]) * 16 for number in range(3))
+    stored = BlockStored([a, b, c], None, [1, 2, 3, 4, 5, 6], 2)
+
+    condensed = condense([stored, BlockRemoved([b])])
+
+    assert condensed == [BlockStored([a], None, [1, 2], 2), BlockStored([c], b, [5, 6], 2)]

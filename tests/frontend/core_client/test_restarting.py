@@ -210,3 +210,10 @@ async def test_a_client_that_is_killed_for_good_between_two_incarnations_makes_n
         nursery.cancel_scope.cancel()
 
     assert list(engines.made) == [1]
+
+
+def test_a_policy_may_give_the_first_restart_no_delay() -> None:
+    policy = RestartPolicy(4, is_first_at_once=True)
+
+    assert [policy.next_delay_s(now_s) for now_s in range(5)] == [0.0, 0.5, 1.0, 2.0, None]
+    assert policy.next_delay_s(2 * WINDOW_S) == 0.0

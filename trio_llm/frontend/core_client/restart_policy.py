@@ -17,10 +17,15 @@ _LONGEST_DELAY_S: Final = 8.0
 
 class RestartPolicy:
     """At most `max_restarts` in ten minutes, the first after half a second, each further one after twice as long, up to
-    eight seconds."""
+    eight seconds.
 
-    def __init__(self, max_restarts: int) -> None:
+    Args:
+        is_first_at_once: the first one comes without a delay.
+    """
+
+    def __init__(self, max_restarts: int, *, is_first_at_once: bool = False) -> None:
         self._max_restarts = max_restarts
+        self._is_first_at_once = is_first_at_once
         self._restarts_s: deque[float] = deque()
         """Times of the restarts within the window."""
 
@@ -29,11 +34,12 @@ class RestartPolicy:
         return self._max_restarts
 
     def next_delay_s(self, now_s: float) -> float | None:
-        """Seconds until an engine that has died now is started again; None: it is not."""
+        """Seconds until what has died now is started again; None: it is not."""
         while self._restarts_s and now_s - self._restarts_s[0] >= WINDOW_S:
             self._restarts_s.popleft()
         if len(self._restarts_s) >= self._max_restarts:
             return None
-        delay_s = min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0 ** len(self._restarts_s))
+        num_before = len(self._restarts_s) - self._is_first_at_once
+        delay_s = 0.0 if num_before < 0 else min(_LONGEST_DELAY_S, _FIRST_DELAY_S * 2.0**num_before)
         self._restarts_s.append(now_s)
         return delay_s

@@ -192,7 +192,7 @@ def create_app(client: EngineClient, config: ServerConfig, metrics: PrometheusSt
 async def _render_metrics(metrics: PrometheusStatLogger, scope: Scope) -> _Answer:
     await trio.lowlevel.checkpoint()
     accept = next((str(value, "latin-1") for name, value in scope["headers"] if name == b"accept"), "")
-    body, content_type = metrics.render(accept)
+    body, content_type = metrics.render(accept, others=await metrics.collect_others())
     headers = [(b"vary", b"accept, accept-encoding")]
     if _takes_gzip(scope):
         body = gzip.compress(body, compresslevel=1)

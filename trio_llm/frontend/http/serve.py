@@ -16,6 +16,7 @@ from trio_llm.frontend.exception_groups import unwrap_single
 from trio_llm.frontend.http.app import App, create_app
 from trio_llm.frontend.http.server.connections import Connections
 from trio_llm.frontend.http.server.listeners import Listeners, open_listeners
+from trio_llm.frontend.http.server.polite_listener import PoliteListener
 from trio_llm.frontend.http.watchdog import watch
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 
@@ -102,7 +103,10 @@ async def _accept(
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as accepting:
             for one in listeners.sockets:
-                listener = trio.SocketListener(trio.socket.from_stdlib_socket(one))
+                listener: trio.abc.Listener[trio.SocketStream]
+                listener = plain = trio.SocketListener(trio.socket.from_stdlib_socket(one))
+                if listeners.turns is not None:
+                    listener = PoliteListener(plain, listeners.turns, lambda: connections.num_open)
                 accepting.start_soon(connections.accept, listener, nursery)
             task_status.started(scope)
 

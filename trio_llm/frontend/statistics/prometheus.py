@@ -6,7 +6,7 @@ The output handler records, the HTTP app records requests and renders.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from itertools import chain
 from typing import Final
 
@@ -51,6 +51,8 @@ class PrometheusStatLogger(StatLogger):
         self._counts = MetricsSnapshot(model_name, has_engine_stats)
         if has_engine_stats:
             self._engine(0)  # the first one shows before it is heard of
+        self.collect_others: Callable[[], Awaitable[Sequence[MetricsSnapshot]]] = _collect_none
+        """What other front ends of the same engines have counted. Set by the owner, if there are any."""
         self._process = CollectorRegistry(auto_describe=False)
         for make_collector in (ProcessCollector, PlatformCollector, GCCollector):
             make_collector(registry=self._process)
@@ -142,6 +144,10 @@ def _generate_open_metrics(registry: CollectorRegistry) -> bytes:
     # By default prometheus_client writes `_` for the `:` in names of samples, but not in those of families. Ours need
     # no escaping.
     return openmetrics.generate_latest(registry, escaping=openmetrics.ALLOWUTF8)  # type: ignore[no-any-return, no-untyped-call]
+
+
+async def _collect_none() -> Sequence[MetricsSnapshot]:
+    return ()
 
 
 class _Families(Collector):

@@ -78,7 +78,11 @@ class Connections:
         self._none_open.set()
         self._log_again_at: dict[str, float] = {}
 
-    async def accept(self, listener: trio.SocketListener, nursery: trio.Nursery) -> None:
+    @property
+    def num_open(self) -> int:
+        return len(self._open)
+
+    async def accept(self, listener: trio.abc.Listener[trio.SocketStream], nursery: trio.Nursery) -> None:
         """Accept until cancelled, and serve in `nursery`. Connections over the limit are closed at once.
 
         Cancellation: of this task, closes the listener, and connections go on; of `nursery`, closes the connections

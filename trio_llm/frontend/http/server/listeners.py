@@ -9,16 +9,28 @@ import errno
 import socket
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Final
+from typing import Final, Protocol
 
 from trio_llm.config import ServerConfig
 from trio_llm.errors import ConfigError
 
-__all__ = ["Listeners", "open_listeners"]
+__all__ = ["AcceptTurns", "Listeners", "open_listeners"]
 
 BACKLOG: Final = 2048
 SEND_STALL_S: Final = 30.0
 """The kernel closes the connection of a client that takes no bytes for this long (TCP_USER_TIMEOUT)."""
+
+
+class AcceptTurns(Protocol):
+    """Lets processes that accept from the same sockets have about the same number of connections."""
+
+    def publish(self, num_connections: int) -> None:
+        """Let the others see how many connections this process has."""
+        ...
+
+    def is_ahead(self, num_connections: int) -> bool:
+        """Whether another process has clearly fewer: it should be given the time to accept first."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +38,8 @@ class Listeners:
     """Sockets that listen already, so that a port in use is found before anything else starts."""
 
     sockets: tuple[socket.socket, ...]
+    turns: AcceptTurns | None = None
+    """None: no other process accepts from them."""
 
     @property
     def urls(self) -> list[str]:
