@@ -18,7 +18,7 @@ from tests.support.request_checks import open_checked_llm
 from trio_llm import SamplingParams
 from trio_llm.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
 from trio_llm.frontend.requests.sessions import StreamingInput
-from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.statistics.stats import IterationStats, StatLogger
 from trio_llm.pooling import PoolingParams
 from trio_llm.testing import FakeLLM, open_fake_llm
 from trio_llm.wire.messages import SchedulerStats
@@ -70,20 +70,14 @@ async def test_512_equal_long_requests_keep_two_engines_equally_busy(gap_s: floa
     assert max(ratios) <= 1.3
 
 
-class CountComputed:
-    """Prompt tokens that engines computed. A StatLogger."""
+class CountComputed(StatLogger):
+    """Prompt tokens that engines computed."""
 
     def __init__(self) -> None:
         self.num_tokens: Counter[int] = Counter()
 
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int) -> None:
         self.num_tokens[engine_index] += iteration.num_prompt_tokens - iteration.num_cached_tokens
-
-    def record_rejection(self, reason: str) -> None:
-        pass
-
-    def log(self) -> None:
-        pass
 
 
 async def count_computed(**settings: Any) -> Counter[int]:

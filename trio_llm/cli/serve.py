@@ -27,8 +27,8 @@ from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.http.server.listeners import Listeners, open_listeners
 from trio_llm.frontend.http.server.signals import hard_exit_after, stop_on_signals
 from trio_llm.frontend.open_llm import make_cores, open_llm
+from trio_llm.frontend.statistics.loggers import make_metrics
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
-from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.supervisor.shared_load import create_load_file
 from trio_llm.supervisor.supervisor import Supervisor
@@ -79,7 +79,7 @@ async def serve_engine(engine: EngineConfig, server: ServerConfig, *, listeners:
     Raises: as `run_server`.
     """
     name = model_names(engine, server)[0]
-    metrics = PrometheusStatLogger(name, has_engine_stats=not engine.disable_log_stats)
+    metrics = make_metrics(engine, name)
     stat_loggers: list[StatLogger] = [] if engine.disable_log_stats else [metrics, LoggingStatLogger()]
     stop = trio.Event()
     with unwrap_single():
