@@ -79,12 +79,6 @@ class CountComputed(StatLogger):
     def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int) -> None:
         self.num_tokens[engine_index] += iteration.num_prompt_tokens - iteration.num_cached_tokens
 
-    def record_rejection(self, reason: str) -> None:
-        pass
-
-    def log(self) -> None:
-        pass
-
 
 async def count_computed(**settings: Any) -> Counter[int]:
     """Prompt tokens by rank, for 192 prompts that begin with one of 8 texts of 512 tokens, and go on with 32 others."""

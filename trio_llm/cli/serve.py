@@ -27,9 +27,10 @@ from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.http.server.listeners import Listeners, open_listeners
 from trio_llm.frontend.http.server.signals import hard_exit_after, stop_on_signals
 from trio_llm.frontend.open_llm import make_cores, open_llm
+from trio_llm.frontend.statistics.loggers import make_metrics
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
-from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.frontend.statistics.stats import StatLogger
+from trio_llm.frontend.tracing.observers import check_tracing
 from trio_llm.supervisor.shared_load import create_load_file
 from trio_llm.supervisor.supervisor import Supervisor
 from trio_llm.wire.messages import ModelConfig
@@ -46,7 +47,7 @@ def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str) ->
     """Serve until a signal (returns 0) or an error.
 
     Raises:
-        ConfigError: the server cannot listen there, or two settings exclude each other.
+        ConfigError: the server cannot listen there, two settings exclude each other, or traces cannot be sent.
         EngineStartupError: the engine ended before it was ready.
         EngineDeadError: the engine died later, and the server is not to outlive it.
     """
@@ -63,6 +64,7 @@ def run_server(engine: EngineConfig, server: ServerConfig, *, log_level: str) ->
     try:
         with open_listeners(server) as listeners:
             if server.api_server_count > 1:
+                check_tracing(engine)
                 trio.run(partial(supervise, engine, server, listeners=listeners, log_level=log_level))
             else:
                 trio.run(partial(serve_engine, engine, server, listeners=listeners))
@@ -79,7 +81,7 @@ async def serve_engine(engine: EngineConfig, server: ServerConfig, *, listeners:
     Raises: as `run_server`.
     """
     name = model_names(engine, server)[0]
-    metrics = PrometheusStatLogger(name, has_engine_stats=not engine.disable_log_stats)
+    metrics = make_metrics(engine, name)
     stat_loggers: list[StatLogger] = [] if engine.disable_log_stats else [metrics, LoggingStatLogger()]
     stop = trio.Event()
     with unwrap_single():

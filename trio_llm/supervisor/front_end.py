@@ -26,7 +26,7 @@ from trio_llm.frontend.http.server.listeners import Listeners
 from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.requests.admission import LoadOfOthers
 from trio_llm.frontend.requests.balancing import Balancer
-from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
+from trio_llm.frontend.statistics.loggers import make_metrics
 from trio_llm.supervisor.channel import Channel
 from trio_llm.supervisor.messages import Boot, ToFrontEnd, decode_to_front_end
 from trio_llm.supervisor.shared_load import SharedLoad
@@ -75,14 +75,13 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
         EngineStartupError: the sockets for the engines cannot be made.
         EngineDeadError: all engines are dead for good.
     """
-    has_stats = not boot.engine.disable_log_stats
-    metrics = PrometheusStatLogger(model_names(boot.engine, boot.server)[0], has_engine_stats=has_stats)
+    metrics = make_metrics(boot.engine, model_names(boot.engine, boot.server)[0])
     link = SupervisorLink(channel, boot, metrics)
     metrics.collect_others = link.collect_metrics
     llm = AsyncLLM(
         link.cores,
         boot.engine,
-        [metrics] if has_stats else [],
+        [] if boot.engine.disable_log_stats else [metrics],
         keep_alive_on_engine_death=boot.server.keep_alive_on_engine_death,
         make_call=link.make_call,
         load_of_others=load,

@@ -190,3 +190,14 @@ async def test_a_logger_that_is_given_turns_statistics_on() -> None:
 
     assert logger.num_tokens == 3
     assert output.metrics is not None
+
+
+async def test_what_is_neither_a_logger_nor_a_factory_is_refused() -> None:
+    class Alike:
+        def record(self, scheduler: SchedulerStats | None, iteration: IterationStats, *, engine_index: int) -> None:
+            raise AssertionError
+
+    loggers: Any = [Alike()]
+    with pytest.raises(TypeError, match="must derive from StatLogger"):
+        async with open_fake_llm(stat_loggers=loggers):
+            pass

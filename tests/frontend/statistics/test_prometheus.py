@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -295,3 +297,9 @@ def test_names_of_samples_begin_with_those_of_their_families(accept: str) -> Non
             family = line.split()[2]
         elif not line.startswith("#"):
             assert line.startswith(family), line
+
+
+def test_engines_show_by_their_ranks_before_they_are_heard_of() -> None:
+    text = PrometheusStatLogger("m", engine_indices=(2, 3)).render()[0].decode()
+
+    assert set(re.findall(r'engine="(\d+)"', text)) == {"2", "3"}

@@ -16,6 +16,7 @@ from tests.support.http_server import BOUND_S
 from tests.support.spans import ENDPOINT, PARENT_ID, TRACE_HEADERS, TRACE_ID, RecordedSpans, open_collector
 from trio_llm.config import EngineConfig, default_model_name, traces_endpoint
 from trio_llm.errors import ConfigError
+from trio_llm.frontend.tracing.observers import check_tracing
 from trio_llm.sampling import SamplingParams
 from trio_llm.testing import open_test_server
 from trio_llm.testing.fake_llm import open_fake_llm as open_plain_fake_llm
@@ -118,6 +119,9 @@ async def test_an_endpoint_without_opentelemetry_is_an_error_that_says_what_to_i
     with pytest.raises(ConfigError, match=r"pip install 'trio-llm\[otel\]'"):
         async with open_fake_llm(engine={"otlp_traces_endpoint": ENDPOINT}):
             pass
+    with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
+        check_tracing(EngineConfig(otlp_traces_endpoint=ENDPOINT))
+    check_tracing(EngineConfig())
 
 
 # ----------------------------------------------------------------------------------------- with traces

@@ -1,6 +1,6 @@
 """open_recorder: the loggers of one front end, from what its caller gave and from installed plugins.
 
-Used by `AsyncLLM`.
+Used by `AsyncLLM`; servers make their Prometheus logger here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final, cast
 
 from trio_llm.config import EngineConfig
 from trio_llm.frontend.statistics.iteration import StatisticsRecorder
+from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
 from trio_llm.frontend.statistics.stats import (
     AggregateStatLogger,
     IterationStats,
@@ -22,7 +23,7 @@ from trio_llm.frontend.statistics.stats import (
 from trio_llm.frontend.statistics.totals import Totals
 from trio_llm.wire.messages import ModelConfig, SchedulerStats
 
-__all__ = ["ENTRY_POINT_GROUP", "open_recorder"]
+__all__ = ["ENTRY_POINT_GROUP", "make_metrics", "open_recorder"]
 
 logger = logging.getLogger(__name__)
 
@@ -33,15 +34,32 @@ def open_recorder(config: EngineConfig, given: Sequence[StatLoggerSource], *, nu
     """The recorder with all loggers: those that were given and those of installed plugins.
 
     With `disable_log_stats` and without any logger, it records nothing.
+
+    Raises:
+        TypeError: one of those that were given is neither a logger nor a factory.
+        Exception: what a factory raises.
     """
     sources = [*given, *_load_plugins()]
     first_rank = config.first_rank
     if config.disable_log_stats and not sources:
         return StatisticsRecorder([], num_engines=num_engines, first_rank=first_rank, is_enabled=False)
     totals = Totals(num_engines=num_engines, first_rank=first_rank)
-    ranks = range(first_rank, first_rank + num_engines)
+    ranks = _ranks(config, num_engines)
     loggers = [one for source in sources for one in _make_loggers(source, config, ranks)]
     return StatisticsRecorder([totals, *loggers], num_engines=num_engines, first_rank=first_rank, totals=totals)
+
+
+def make_metrics(config: EngineConfig, model_name: str) -> PrometheusStatLogger:
+    """The Prometheus logger of a server. With `disable_log_stats` it is to be given no statistics."""
+    return PrometheusStatLogger(
+        model_name,
+        engine_indices=_ranks(config, config.num_local_engines),
+        has_engine_stats=not config.disable_log_stats,
+    )
+
+
+def _ranks(config: EngineConfig, num_engines: int) -> range:
+    return range(config.first_rank, config.first_rank + num_engines)
 
 
 def _load_plugins() -> Iterator[StatLoggerSource]:
@@ -61,6 +79,8 @@ def _make_loggers(source: StatLoggerSource, config: EngineConfig, ranks: Sequenc
         return [source]
     if isinstance(source, type) and issubclass(source, AggregateStatLogger):
         return [source(config, ranks)]
+    if not callable(source):
+        raise TypeError(f"a stat logger must derive from StatLogger, or be made by a factory: {source!r} is neither")
     make = cast(StatLoggerFactory, source)
     return [_OfEngine(make(config, rank), rank, is_first=rank == ranks[0]) for rank in ranks]
 

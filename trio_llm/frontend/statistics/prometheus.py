@@ -43,14 +43,22 @@ class PrometheusStatLogger(StatLogger):
         model_name: value of the label `model_name`.
         max_model_len: tokens; the largest bucket of the histograms of request sizes is at or below it. None: as the
             model says when it is loaded.
+        engine_indices: ranks of the engines that show before they are heard of.
         has_engine_stats: False: it is given no statistics of engines, and shows no series of them.
     """
 
-    def __init__(self, model_name: str, *, max_model_len: int | None = None, has_engine_stats: bool = True) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        *,
+        max_model_len: int | None = None,
+        engine_indices: Sequence[int] = (0,),
+        has_engine_stats: bool = True,
+    ) -> None:
         self._max_model_len = max_model_len
         self._counts = MetricsSnapshot(model_name, has_engine_stats)
-        if has_engine_stats:
-            self._engine(0)  # the first one shows before it is heard of
+        for index in engine_indices if has_engine_stats else ():
+            self._engine(index)
         self.collect_others: Callable[[], Awaitable[Sequence[MetricsSnapshot]]] = _collect_none
         """What other front ends of the same engines have counted. Set by the owner, if there are any."""
         self._process = CollectorRegistry(auto_describe=False)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from trio_llm.frontend.control.engine import Engine
     from trio_llm.frontend.tracing.tracer import SpanTracer
 
-__all__ = ["RequestObservers", "open_observers"]
+__all__ = ["RequestObservers", "check_tracing", "open_observers"]
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +89,17 @@ def open_observers(config: EngineConfig) -> RequestObservers:
     """
     log = RequestLog(logs_arrivals=config.enable_log_requests, max_len=config.max_log_len)
     endpoint = traces_endpoint(config)
-    return RequestObservers(log, None if endpoint is None else _open_tracer(config, endpoint))
+    tracer = None if endpoint is None else _load_tracer().open(default_model_name(config), endpoint)
+    return RequestObservers(log, tracer)
 
 
-def _open_tracer(config: EngineConfig, endpoint: str) -> SpanTracer:
+def check_tracing(config: EngineConfig) -> None:
+    """Raise what `open_observers` would, for a process that starts others which open them."""
+    if traces_endpoint(config) is not None:
+        _load_tracer()
+
+
+def _load_tracer() -> type[SpanTracer]:
     try:
         # Here, since OpenTelemetry is an extra, and a fifth of a second for those who do not need it.
         from trio_llm.frontend.tracing.tracer import SpanTracer
@@ -101,4 +108,4 @@ def _open_tracer(config: EngineConfig, endpoint: str) -> SpanTracer:
             "traces are to be sent (--otlp-traces-endpoint or OTEL_EXPORTER_OTLP_TRACES_ENDPOINT), and OpenTelemetry "
             f"is not installed ({error}); install it: pip install 'trio-llm[otel]'"
         ) from error
-    return SpanTracer.open(default_model_name(config), endpoint)
+    return SpanTracer
