@@ -16,7 +16,7 @@ from tests.frontend.test_recovery import REQUESTS, restarting, undisturbed, wait
 from tests.support.asking import ask
 from tests.support.request_checks import open_checked_llm
 from trio_llm import SamplingParams
-from trio_llm.errors import EngineDeadError, EngineUnavailableError, InvalidRequestError
+from trio_llm.errors import EngineDeadError, EngineStartupError, EngineUnavailableError, InvalidRequestError
 from trio_llm.frontend.requests.sessions import StreamingInput
 from trio_llm.frontend.statistics.stats import IterationStats, StatLogger
 from trio_llm.pooling import PoolingParams
@@ -325,3 +325,18 @@ async def test_restarts_can_be_forbidden(autojump_clock: MockClock) -> None:
         with pytest.raises(EngineDeadError, match=r"lost; it is not started again \(--max-engine-restarts 0\)"):
             async for _ in stream:
                 pass
+
+
+async def test_an_engine_that_cannot_start_ends_the_start_of_all_without_waiting_for_the_others(
+    autojump_clock: MockClock,
+) -> None:
+    async with open_fake_llm(num_engines=2, wait_until_ready=False, on_engine_death="restart") as llm:
+        for core in llm.cores:
+            core._outbox.clear()  # they never come to say that they are ready
+            core._has_output = trio.Event()
+        llm.kill("no memory", engine=1)
+
+        with trio.fail_after(5), pytest.raises(EngineStartupError, match="no memory"):
+            await llm.wait_until_ready()
+
+        assert llm.status.state == "dead"
