@@ -24,6 +24,7 @@ from trio_llm.wire.messages import (
     Ready,
     UtilityCall,
 )
+from trio_llm.wire.work import measure_work
 
 EPOCH = 3
 """That of `a_core`."""
@@ -443,11 +444,13 @@ def test_each_message_says_how_many_tokens_the_engine_owes_to_others() -> None:
 
     first = clients[0].outputs[-1].stats
     assert first is not None
-    assert first.num_tokens_of_others == (10 + 100) + (20 + 1000) + (2 + 1), "before the first step"
+    expected = measure_work(10, 100) + measure_work(20, 1000) + measure_work(2, 1)
+    assert first.num_tokens_of_others == expected, "before the first step"
     time.now_s += 0.5
     clients.turn()
     owed_1, owed_2 = (clients.core._scheduler.count_owed_tokens()[index] for index in (1, 2))
-    assert (owed_1, owed_2) == (100 - len(clients[1].rows), 1000 - len(clients[2].rows_of("two")))
+    assert owed_1 == measure_work(0, 100 - len(clients[1].rows))
+    assert owed_2 == measure_work(0, 1000 - len(clients[2].rows_of("two")))
     assert (load(1), load(2)) == (owed_2, owed_1), "what a session that waits for input may ask for is not owed"
 
 

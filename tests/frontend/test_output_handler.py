@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 import trio
 from trio.testing import MockClock, wait_all_tasks_blocked
@@ -32,6 +33,7 @@ from trio_llm.wire.messages import (
     EngineCoreRequest,
     Heartbeat,
     Progress,
+    SchedulerStats,
     UtilityCall,
     UtilityResult,
 )
@@ -97,6 +99,15 @@ async def up(nursery: trio.Nursery) -> HandlerSetUp:
 
 def a_row(request_id: str, start: int, *token_ids: int, end: FinishReason | None = None) -> EngineCoreOutput:
     return EngineCoreOutput(request_id, start, list(token_ids), finish_reason=end)
+
+
+async def test_what_the_engine_owes_to_other_front_ends_is_known(up: HandlerSetUp) -> None:
+    for num_tokens in (50, 0):
+        message = msgspec.structs.replace(up.step(), stats=SchedulerStats(num_tokens_of_others=num_tokens))
+        up.core.say(message)
+        await wait_all_tasks_blocked()
+
+        assert up.requests.engines[0].others_work == num_tokens
 
 
 async def test_every_kind_of_message_is_a_sign_of_life_and_rows_and_executed_steps_are_steps(

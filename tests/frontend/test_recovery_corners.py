@@ -122,7 +122,7 @@ async def test_a_suspect_that_is_dropped_for_its_deadline_does_not_hold_up_the_n
                         await lose_engine(llm)
                         await anext(busy)
                     _, first, second = (request.state for request in llm._registry.in_flight.values())
-                    resumption = llm._registry._engines[0]._resumption
+                    resumption = llm._registry.engines[0]._resumption
                     assert resumption.on_trial is first
 
                     await trio.sleep(10)

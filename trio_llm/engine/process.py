@@ -26,7 +26,7 @@ from trio_llm.errors import TrioLLMError
 from trio_llm.wire.boot import LENGTH_BYTES, EngineBoot, decode_boot
 from trio_llm.wire.messages import EngineDead, Progress
 
-__all__ = ["main"]
+__all__ = ["main", "share_processors"]
 
 _PIPE: Final = 0
 """File descriptor of standard input."""
@@ -37,13 +37,8 @@ _PR_SET_PDEATHSIG: Final = 1
 def main() -> NoReturn:
     """Run until the front end closes the pipe (exit code 0) or the engine fails (1)."""
     _tie_to_parent()
-    # Before torch is imported, which reads it once. Threads that spin while they wait take the cores from the front end
-    # and from each other: beside two other busy processes a token took 2 to 3 times as long without this.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     boot = decode_boot(_read_exactly(int.from_bytes(_read_exactly(LENGTH_BYTES), "big")))
-    if (num_engines := boot.config.num_local_engines) > 1:
-        # For the same reason, unless the operator has set it.
-        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // num_engines)))
+    share_processors(boot.config.num_local_engines)
     threading.Thread(target=_exit_at_end_of_pipe, daemon=True).start()
     link = EngineLink(boot)
     try:
@@ -58,6 +53,19 @@ def main() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)  # not sys.exit: the cleanup of a device that failed may hang
+
+
+def share_processors(num_engines: int) -> None:
+    """Leave processors to others, unless the operator has said otherwise. To be called before torch is imported, which
+    reads the environment once.
+
+    Threads that spin while they wait take the processors from the front end and from each other: beside two other busy
+    processes a token took 2 to 3 times as long without this. Nor do engines of one front end use more threads together
+    than there are processors.
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if num_engines > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", str(max(1, usable_cpus() // num_engines)))
 
 
 def _serve(boot: EngineBoot, link: EngineLink) -> None:

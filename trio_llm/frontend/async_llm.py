@@ -18,7 +18,6 @@ import trio
 from trio_llm.config import EngineConfig
 from trio_llm.errors import (
     EngineDeadError,
-    EngineGenerateError,
     EngineUnavailableError,
     NotSupportedError,
 )
@@ -57,7 +56,8 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
 
     Args:
         cores: the ways to the engines, at least one; all run the same model.
-        make_call, load_of_others: as `EngineGroup` and `AdmissionLedger`, for one of several front ends.
+        make_call, load_of_others, balancer: as `EngineGroup`, `AdmissionLedger` and `RequestRegistry`, for one of
+            several front ends.
     """
 
     def __init__(
@@ -69,6 +69,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         keep_alive_on_engine_death: bool,
         make_call: MakeCall | None = None,
         load_of_others: LoadOfOthers | None = None,
+        balancer: Balancer | None = None,
     ) -> None:
         self.config = config
         self._keep_alive = keep_alive_on_engine_death
@@ -76,7 +77,7 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         self._engines = self._group.engines
         self._recorder = open_recorder(config, stat_loggers, num_engines=len(cores))
         ledger = AdmissionLedger(AdmissionLimits.of(config), self._recorder.rejection, others=load_of_others)
-        balancer = Balancer.of(config, num_engines=len(cores))
+        balancer = balancer or Balancer.of(config, num_engines=len(cores))
         self._registry = RequestRegistry(self._engines, self._recorder, ledger, balancer=balancer)
         self._submitter = RequestSubmitter(self, self._registry, open_observers(config))
         self._control = self._group.control
@@ -168,25 +169,6 @@ class AsyncLLM(RequestCalls, ControlCalls, LibraryCalls):
         await trio.lowlevel.checkpoint()
         self._check_ready()
         await self._control.check_health()
-
-    async def check_scheduler(self) -> dict[str, int]:
-        """Let the engines assert their schedulers' invariants, and return the sums of their counts.
-
-        Cancellation: safe.
-
-        Raises:
-            EngineGenerateError: an invariant does not hold.
-            EngineUnavailableError: the model is still loading.
-            EngineDeadError: the engine is gone.
-        """
-        sums: dict[str, int] = {}
-        for counts in await self._control.ask("check_scheduler"):
-            if not isinstance(counts, dict):
-                raise EngineGenerateError(f"the engine answered check_scheduler with {counts!r}")
-            for name, value in counts.items():
-                assert isinstance(value, int)
-                sums[name] = sums.get(name, 0) + value
-        return sums
 
     def statistics(self) -> EngineStatistics:
         num_blocks = [0 if engine.model is None else engine.model.num_blocks for engine in self._engines]

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import trio
 
 from trio_llm.errors import EngineStartupError
 from trio_llm.frontend.control.engine import Engine
@@ -35,8 +36,7 @@ async def load_model(
 
     Cancellation: safe.
     """
-    for engine in engines:
-        await engine.wait_settled()
+    await _wait_for_all_or_one_death(engines)
     if errors := [engine.monitor.dead_error for engine in engines if engine.is_dead]:
         _kill_all(engines, str(errors[0]))
         return None
@@ -49,6 +49,19 @@ async def load_model(
         return None
     model = describe_model(engines)  # as other incarnations describe it, if one died meanwhile
     return LoadedModel(model, renderer, InputProcessor(model))
+
+
+async def _wait_for_all_or_one_death(engines: Sequence[Engine]) -> None:
+    """Others may load for minutes when one has failed already."""
+
+    async def wait(engine: Engine) -> None:
+        await engine.wait_settled()
+        if engine.is_dead:
+            nursery.cancel_scope.cancel()
+
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(wait, engine)
 
 
 def describe_model(engines: Sequence[Engine]) -> ModelConfig:

@@ -47,6 +47,7 @@ class OutputHandler:
     ) -> None:
         self._engine = engine
         self._registry = registry
+        self._requests = registry.engines[engine.index]
         self._recorder = recorder
         self._engine_recorder = recorder.engines[engine.index]
         self._kv_events = kv_events
@@ -79,8 +80,10 @@ class OutputHandler:
             recorder.flush()
 
     async def _deliver_outputs(self, message: EngineCoreOutputs) -> None:
-        if message.stats is not None and self._engine_recorder is not None:
-            self._engine_recorder.message(message.stats, message.timestamp)
+        if message.stats is not None:
+            self._requests.others_work = message.stats.num_tokens_of_others
+            if self._engine_recorder is not None:
+                self._engine_recorder.message(message.stats, message.timestamp)
         if message.kv_events:
             self._kv_events.put(message)
         if message.outputs:

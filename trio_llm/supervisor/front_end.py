@@ -25,6 +25,7 @@ from trio_llm.frontend.http.serve import serve
 from trio_llm.frontend.http.server.listeners import Listeners
 from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.requests.admission import LoadOfOthers
+from trio_llm.frontend.requests.balancing import Balancer
 from trio_llm.frontend.statistics.loggers import make_metrics
 from trio_llm.supervisor.channel import Channel
 from trio_llm.supervisor.messages import Boot, ToFrontEnd, decode_to_front_end
@@ -84,6 +85,12 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
         keep_alive_on_engine_death=boot.server.keep_alive_on_engine_death,
         make_call=link.make_call,
         load_of_others=load,
+        balancer=Balancer.of(
+            boot.engine,
+            num_engines=boot.num_engines,
+            num_front_ends=boot.server.api_server_count,
+            front_end_index=boot.client_index - 1,
+        ),
     )
     with unwrap_single():
         async with trio.open_nursery() as nursery, open_tasks(llm, wait_until_ready=False):

@@ -65,7 +65,8 @@ class SupervisorLink:
         self._channel = channel
         self.stop = trio.Event()
         """The supervisor wants this front end to drain and end."""
-        self.cores = [AttachedEngine(index, _Kill(channel, index)) for index in range(boot.num_engines)]
+        rank = boot.engine.first_rank
+        self.cores = [AttachedEngine(rank + index, _Kill(channel, index)) for index in range(boot.num_engines)]
         self._engines: Sequence[Engine] = ()
         self._metrics = metrics
         self._is_serving = False

@@ -211,8 +211,7 @@ class SchedulerStats(_Message, frozen=True, gc=False):
     num_cached_blocks: int = 0
     """Free blocks whose content can be found again."""
     num_tokens_of_others: int = 0
-    """Tokens that the engine still has to compute for other clients: of prompts, and of answers up to `max_tokens`. May
-    be 0.1 s old."""
+    """What the engine still has to do for other clients, in prompt tokens: see `wire.work`. May be 0.1 s old."""
     num_deferred: int = 0
     """Those of the waiting sequences that may not begin now, whatever room there is."""
     sleep_level: int = 0

@@ -18,7 +18,7 @@ from tests.support.tiny_models import CONFIGS, EOS, VOCABULARY, load, mamba_conf
 from trio_llm.config import EngineConfig
 from trio_llm.engine.executor import torch_executor
 from trio_llm.engine.executor.base import LaunchedStep
-from trio_llm.engine.executor.torch_executor import TorchExecutor, load_torch
+from trio_llm.engine.executor.torch_executor import TorchExecutor, _choose_device, _count_sharing, load_torch
 from trio_llm.engine.scheduling.limits import SchedulerLimits
 from trio_llm.engine.scheduling.scheduler import Scheduler
 from trio_llm.engine.scheduling.sequence import Sequence
@@ -296,6 +296,21 @@ def test_every_end_token_of_both_configurations_counts(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 5, 100_000]}))
 
     assert load(folder).info.eos_token_ids == (2, 5, 7)
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "devices", "num_sharing"), [(1, [0, 0, 0, 0], 4), (2, [0, 1, 0, 1], 2), (8, [0, 1, 2, 3], 1)]
+)
+def test_ranks_take_gpus_in_turn(
+    num_devices: int, devices: list[int], num_sharing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_devices)
+
+    assert [_choose_device("auto", index) for index in range(4)] == [torch.device("cuda", one) for one in devices]
+    assert _count_sharing(torch.device("cuda", 0), 4) == num_sharing
+    assert _choose_device("cpu", 3) == torch.device("cpu")
+    assert _count_sharing(torch.device("cpu"), 4) == 4
 
 
 def test_progress_comes_in_order_and_reaches_its_totals(llama_dir: Path) -> None:

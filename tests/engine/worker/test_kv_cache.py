@@ -32,6 +32,14 @@ def test_without_a_size_it_is_two_fifths_of_what_is_free() -> None:
     assert plan(free_bytes=50 * BLOCK_BYTES) == CachePlan(19, 256)
 
 
+def test_engines_that_start_together_on_one_device_divide_this_share() -> None:
+    halved = plan_kv_cache(
+        EngineConfig(), SHAPE, trained_len=256, free_bytes=100 * BLOCK_BYTES, on_cpu=True, num_sharing=2
+    )
+
+    assert halved == CachePlan(19, 256)
+
+
 def test_a_cpu_gives_four_gib_at_most_and_another_device_more() -> None:
     huge: dict[str, Any] = {"free_bytes": 100 * GIB, "trained_len": 2**22}
 

@@ -410,6 +410,18 @@ async def test_a_request_goes_to_the_engine_with_the_fewest_and_all_its_choices_
     assert traffic.submit().engine_index == 0, "the first one of those with as few"
 
 
+async def test_what_an_engine_owes_to_other_front_ends_counts_until_it_dies() -> None:
+    traffic = Traffic()
+    traffic.registry.engines[0].others_work = 10**6
+
+    assert [traffic.submit().engine_index for _ in range(3)] == [1, 1, 1]
+
+    traffic.lose(0)
+    traffic.bring_up(0)
+
+    assert traffic.submit().engine_index == 0
+
+
 async def test_engines_that_are_down_get_no_new_requests_while_another_one_is_up() -> None:
     traffic = Traffic()
     traffic.lose(0)

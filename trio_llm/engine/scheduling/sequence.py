@@ -16,6 +16,7 @@ from trio_llm.engine.scheduling.block_hash import NO_SALT, BlockHash
 from trio_llm.outputs import FinishReason
 from trio_llm.pooling import PoolingParams
 from trio_llm.sampling import SamplingParams
+from trio_llm.wire.work import measure_work
 
 __all__ = ["TRANSITIONS", "Sequence", "SequenceQueue", "SequenceState"]
 
@@ -126,14 +127,14 @@ class Sequence:
 
     @property
     def num_owed_tokens(self) -> int:
-        """Tokens that are still to be computed: of the prompt, and of the answer, should it have its full length."""
+        """What is still to be done for it, in prompt tokens: see `measure_work`."""
         if self.state is SequenceState.IDLE:
             return 0
         num_prompt_tokens = max(0, self.num_prompt_tokens - self.num_computed_tokens)
         if self.pooling is not None:
-            return num_prompt_tokens
+            return measure_work(num_prompt_tokens, 0)
         assert self.params.max_tokens is not None
-        return num_prompt_tokens + self.params.max_tokens - self.num_output_tokens
+        return measure_work(num_prompt_tokens, self.params.max_tokens - self.num_output_tokens)
 
     @property
     def next_start(self) -> int:

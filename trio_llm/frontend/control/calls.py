@@ -69,6 +69,25 @@ class ControlCalls:
             return await self._control.ask("collective_rpc", method, *args, kwargs=kwargs)
         raise RequestTimeoutError(f"the worker has not answered {method[:100]!r} within {timeout_s:g} seconds")
 
+    async def check_scheduler(self) -> dict[str, int]:
+        """Let the engines assert their schedulers' invariants, and return the sums of their counts.
+
+        Cancellation: safe.
+
+        Raises:
+            EngineGenerateError: an invariant does not hold.
+            EngineUnavailableError: the model is still loading.
+            EngineDeadError: the engine is gone.
+        """
+        sums: dict[str, int] = {}
+        for counts in await self._control.ask("check_scheduler"):
+            if not isinstance(counts, dict):
+                raise EngineGenerateError(f"the engine answered check_scheduler with {counts!r}")
+            for name, value in counts.items():
+                assert isinstance(value, int)
+                sums[name] = sums.get(name, 0) + value
+        return sums
+
     async def start_profile(self) -> None:
         await self._control.call("start_profile")
 

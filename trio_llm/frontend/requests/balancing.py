@@ -132,9 +132,13 @@ class Balancer:
         self._engine_of_session: _Table[str, int] = _Table(_MAX_SESSIONS)
 
     @classmethod
-    def of(cls, config: EngineConfig, *, num_engines: int) -> Balancer:
+    def of(
+        cls, config: EngineConfig, *, num_engines: int, num_front_ends: int = 1, front_end_index: int = 0
+    ) -> Balancer:
         return cls(
             num_engines,
+            num_front_ends=num_front_ends,
+            front_end_index=front_end_index,
             prefix_affinity=config.enable_prefix_affinity and config.enable_prefix_caching,
             first_rank=config.first_rank,
         )

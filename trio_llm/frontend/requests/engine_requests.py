@@ -82,6 +82,8 @@ class EngineRequests:
         """How many of the requests are this engine's."""
         self.work = 0
         """What they all count with."""
+        self.others_work = 0
+        """What the engine owes to other front ends, as it said last."""
 
     def __iter__(self) -> Iterator[InFlightRequest]:
         """This engine's unfinished requests, in order of arrival."""
@@ -238,6 +240,7 @@ class EngineRequests:
         Returns:
             The request that is to be given up, which no engine has.
         """
+        self.others_work = 0
         requests = list(self)
         suspect = self._resumption.engine_lost(
             [request.state for request in requests],

@@ -56,15 +56,15 @@ class RequestRegistry:
     ) -> None:
         self.in_flight: dict[str, InFlightRequest] = {}
         """By internal id, in order of arrival. Changed in here alone."""
-        self._engines = [
+        self.engines = [
             EngineRequests(link, of_engine, self.in_flight, counts_work=len(engines) > 1)
             for link, of_engine in zip(engines, recorder.engines, strict=True)
         ]
         self._recorder = recorder
         self._ledger = ledger
         self._idle_waiters = trio.lowlevel.ParkingLot()
-        self._router = EngineRouter(self._engines, balancer or Balancer(len(engines)), self.in_flight)
-        self.recovery = RequestRecovery(self._engines, self._router, self)
+        self._router = EngineRouter(self.engines, balancer or Balancer(len(engines)), self.in_flight)
+        self.recovery = RequestRecovery(self.engines, self._router, self)
         self.processor: OutputProcessor | None = None
         """Set by the owner when the model is ready; no request comes before."""
 
@@ -74,11 +74,11 @@ class RequestRegistry:
 
     def num_expected(self, engine_index: int) -> int:
         """Requests that this engine has and owes an answer."""
-        return self._engines[engine_index].num_expected
+        return self.engines[engine_index].num_expected
 
     def num_in_flight(self, engine_index: int) -> int:
         """Requests of this engine, those whose reader has left included."""
-        return self._engines[engine_index].num_in_flight
+        return self.engines[engine_index].num_in_flight
 
     def check_admission(self) -> None:
         """Return if one more request may be registered. Raises as `AdmissionLedger.check`."""
@@ -92,7 +92,7 @@ class RequestRegistry:
         """Assert all that holds between statuses, ledger, families and resumption whenever no method is running."""
         check_requests(self.in_flight)
         self._ledger.check_counts(request.state for request in self.in_flight.values())
-        for engine in self._engines:
+        for engine in self.engines:
             engine.check()
         self._router.check()
 
@@ -117,7 +117,7 @@ class RequestRegistry:
         for choice in choices:
             self.register(choice)
         try:
-            self._engines[engine_index].send_all(choices)
+            self.engines[engine_index].send_all(choices)
         except CodecError as error:
             for choice in choices:
                 self.drop(choice)
@@ -127,7 +127,7 @@ class RequestRegistry:
     def register(self, request: InFlightRequest) -> None:
         """Before it is sent, so that no row can come for an unknown request."""
         self.in_flight[request.state.request_id] = request
-        self._engines[request.engine_index].add(request)
+        self.engines[request.engine_index].add(request)
         self._ledger.add(request.state, request.state.num_prompt_tokens)
 
     def resubmit(self, request: InFlightRequest, seconds_left: float | None) -> None:
@@ -144,7 +144,7 @@ class RequestRegistry:
                 deadline_s = seconds_left if state.num_expired < _MAX_EXPIRED else None
                 state.request = msgspec.structs.replace(state.request, deadline_s=deadline_s)
                 member.counted_from_s = trio.current_time()
-                engine = self._engines[member.engine_index]
+                engine = self.engines[member.engine_index]
                 engine.send(member, state.request)
                 engine.count_work(member)
 
@@ -188,7 +188,7 @@ class RequestRegistry:
         """
         if session.is_unfinished:
             assert self.processor is not None
-            self._engines[session.engine_index].send_input(
+            self.engines[session.engine_index].send_input(
                 session, message, processor=self.processor, token_ids=token_ids, num_input_tokens=num_input_tokens
             )
 
@@ -251,7 +251,7 @@ class RequestRegistry:
                 engine_index = self.in_flight[state.request_id].engine_index
                 ids_of_engine.setdefault(engine_index, []).append(state.request_id)
         for engine_index, request_ids in ids_of_engine.items():
-            self._engines[engine_index].abort(request_ids)
+            self.engines[engine_index].abort(request_ids)
 
     def _mark_aborted(self, request: InFlightRequest, reason: FinishReason) -> bool:
         """The request is over for its reader. Returns whether its engine has it; if not, the request is gone."""
@@ -260,7 +260,7 @@ class RequestRegistry:
             self.drop(request)
             return False
         request.state.move(RequestStatus.ABORTING)
-        self._engines[request.engine_index].count_work(request)
+        self.engines[request.engine_index].count_work(request)
         return True
 
     def drop(self, request: InFlightRequest) -> None:
@@ -272,7 +272,7 @@ class RequestRegistry:
     def forget(self, state: RequestState) -> None:
         """The request is gone: the engine's last row for it has come."""
         request = self.in_flight.pop(state.request_id)
-        self._engines[request.engine_index].remove(request)
+        self.engines[request.engine_index].remove(request)
         self._ledger.remove(state)
         self._wake_idle_waiters()
         if state.num_deaths:
@@ -291,30 +291,30 @@ class RequestRegistry:
             self.mark_first_token(request)
         if request.state.num_deaths:
             self.clear_suspicion(request)
-        self._engines[request.engine_index].record_tokens(request, count, now_s)
+        self.engines[request.engine_index].record_tokens(request, count, now_s)
 
     def record_vector(self, request: InFlightRequest, now_s: float) -> None:
         """A row brought the vector of a pooling request."""
-        self._engines[request.engine_index].record_vector(request, now_s)
+        self.engines[request.engine_index].record_vector(request, now_s)
 
     def with_metrics(self, request: InFlightRequest, output: RequestOutput | None) -> RequestOutput | None:
         """Let the last output of an answer tell how long it took. Returns the output."""
-        return self._engines[request.engine_index].with_metrics(request, output)
+        return self.engines[request.engine_index].with_metrics(request, output)
 
     def record_end(self, request: InFlightRequest, reason: FinishReason) -> None:
         """The request is over for its reader. Once per request."""
-        self._engines[request.engine_index].record_end(request, reason)
+        self.engines[request.engine_index].record_end(request, reason)
 
     def mark_first_token(self, request: InFlightRequest) -> None:
         """The first token of an answer has come: its prompt is computed."""
         request.has_first_token = True
-        self._engines[request.engine_index].count_work(request)
+        self.engines[request.engine_index].count_work(request)
         self._ledger.prefill_done(request.state)
 
     def mark_expired(self, request: InFlightRequest) -> None:
         """The engine has dropped it, uncomputed: it is sent again if its reader reads on."""
         request.collector.must_resubmit = True
-        engine = self._engines[request.engine_index]
+        engine = self.engines[request.engine_index]
         engine.count_work(request)
         if request.state.num_deaths:  # the next suspect does not wait for this one's reader
             engine.finish_trial(request)
@@ -322,13 +322,13 @@ class RequestRegistry:
     def clear_suspicion(self, request: InFlightRequest) -> None:
         """A request that may have killed engines has got a token, or is over."""
         request.state.num_deaths = 0
-        self._engines[request.engine_index].finish_trial(request)
+        self.engines[request.engine_index].finish_trial(request)
 
     # -------------------------------------------------------------------------------------- the end
 
     def drop_all(self, engine: EngineLink, error: EngineDeadError) -> None:
         """No engine will go on with this one's requests: each reader gets the text it is owed, then the error."""
-        for request in list(self._engines[engine.index]):
+        for request in list(self.engines[engine.index]):
             if request.is_unfinished:
                 request.collector.put_error(fresh(error))
                 self.record_end(request, "error")

@@ -111,7 +111,12 @@ class EngineRouter:
 
     def _loads(self) -> list[EngineLoad]:
         return [
-            EngineLoad(is_up=engine.link.is_up, is_dead=engine.link.is_dead, own_work=engine.work)
+            EngineLoad(
+                is_up=engine.link.is_up,
+                is_dead=engine.link.is_dead,
+                own_work=engine.work,
+                others_work=engine.others_work,
+            )
             for engine in self._engines
         ]
 
