@@ -210,7 +210,11 @@ class EngineClient(ControlClient, abc.ABC):
         return False
 
     def statistics(self) -> EngineStatistics:
-        """What runs and waits now, and what was done so far. Synchronous; never raises where it is supported."""
+        """What runs and waits now, and what was done so far. Synchronous.
+
+        Raises:
+            NotSupportedError: statistics are off (`disable_log_stats`).
+        """
         self._refuse("statistics")
 
     def kv_events(self, *, max_unread: int = 1024) -> AbstractAsyncContextManager[KVEventBatches]:
