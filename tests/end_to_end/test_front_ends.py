@@ -263,6 +263,12 @@ async def test_an_engine_that_is_gone_for_good_costs_no_token_at_any_front_end()
         async with httpx.AsyncClient(base_url=server.url) as client:
             assert (await client.get("/health")).status_code == 200
         assert len(server.engine_pids) == 1
+
+        kill(front.pids[0])
+        await wait_until(lambda: server.output.count("answers clients") == NUM_FRONT_ENDS + 1)
+        for pid in front.pids:
+            assert await read_from(front, pid, "prompt 1") == expected[1]
+        assert len(server.engine_pids) == 1
     finally:
         server.stop()
     assert server.process.returncode == 0, server.output

@@ -100,15 +100,15 @@ def test_a_busy_engine_never_waits_and_its_tokens_stand_for_heartbeats() -> None
     assert link.waits_s[5] == HEARTBEAT_INTERVAL_S, "idle again: the interval counts from the last message"
 
 
-def test_what_was_sent_puts_the_next_heartbeat_off() -> None:
+def test_answers_do_not_put_the_heartbeat_off_which_alone_counts_steps_without_rows() -> None:
     link = ScriptedLink([[UtilityCall(1, "ping")], [], []], turn_s=0.25)
 
     run(link)
 
     assert [(at_s, type(message)) for at_s, message in link.sent] == [
         (1000.25, EngineCoreOutputs),
-        (1001.25, Heartbeat),
-        (1002.25, Heartbeat),
+        (1001.0, Heartbeat),
+        (1002.0, Heartbeat),
     ]
 
 

@@ -31,7 +31,7 @@ from trio_llm.frontend.statistics.loggers import make_metrics
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
 from trio_llm.frontend.statistics.stats import StatLogger
 from trio_llm.frontend.tracing.observers import check_tracing
-from trio_llm.supervisor.shared_load import create_load_file
+from trio_llm.supervisor.shared_load import open_load_file
 from trio_llm.supervisor.supervisor import Supervisor
 from trio_llm.wire.messages import ModelConfig
 
@@ -115,15 +115,15 @@ async def supervise(engine: EngineConfig, server: ServerConfig, *, listeners: Li
     Raises: as `run_server`, and FrontEndDeadError if a front end dies too often.
     """
     stop = trio.Event()
-    supervisor = Supervisor(
-        make_cores(engine),
-        engine,
-        server,
-        listener_fds=[one.fileno() for one in listeners.sockets],
-        load_fd=create_load_file(server.api_server_count),
-        log_level=log_level,
-    )
-    with unwrap_single():
+    with unwrap_single(), open_load_file(server.api_server_count) as load_fd:
+        supervisor = Supervisor(
+            make_cores(engine),
+            engine,
+            server,
+            listener_fds=[one.fileno() for one in listeners.sockets],
+            load_fd=load_fd,
+            log_level=log_level,
+        )
         async with trio.open_nursery() as nursery:
 
             async def run() -> None:

@@ -37,7 +37,7 @@ class Outbox:
         self.num_sent = 0
         """Messages sealed so far."""
         self.quiet_since_s = now_s
-        """When the client was sent something last, or a heartbeat was due to it."""
+        """When the client was sent rows last, or a heartbeat was due to it."""
         self.rows: list[EngineCoreOutput] = []
         """Rows that wait. The owner appends those that need credit."""
         self.kv_events = kv_events
@@ -79,7 +79,8 @@ class Outbox:
         results, self._utility_results = self._utility_results, []
         self._has_answers = False
         self.num_sent += 1
-        self.quiet_since_s = now_s
+        if rows:  # only heartbeats say that steps are computed of which no rows come
+            self.quiet_since_s = now_s
         self.stats = stats
         return EngineCoreOutputs(
             epoch=self.epoch,

@@ -31,32 +31,43 @@ async def load_model(
 ) -> LoadedModel | None:
     """Wait for each engine's first `Ready`, then load the tokenizer that belongs to their weights.
 
+    Engines that a supervisor owns are its own to judge: those that are dead are left out.
+
     Returns:
-        None: an engine or the loading failed. Then all engines are ended, and none is started again.
+        None: an engine or the loading failed. Then all engines are ended, and none is started again. Of engines that a
+            supervisor owns: all are dead.
 
     Cancellation: safe.
+
+    Raises:
+        EngineStartupError: the tokenizer of engines that a supervisor owns cannot be loaded. They go on.
     """
-    await _wait_for_all_or_one_death(engines)
-    if errors := [engine.monitor.dead_error for engine in engines if engine.is_dead]:
+    owns_engines = engines[0].is_owned
+    await _wait_for_all(engines, until_one_is_dead=owns_engines)
+    errors = [engine.monitor.dead_error for engine in engines if engine.is_dead]
+    if errors and owns_engines:
         _kill_all(engines, str(errors[0]))
+    if errors and (owns_engines or len(errors) == len(engines)):
         return None
     for engine in engines:
         engine.monitor.progress = Progress(0, "tokenizer", 0, 0)
     try:
         renderer = await load_renderer(describe_model(engines))
     except EngineStartupError as error:
+        if not owns_engines:
+            raise
         _kill_all(engines, str(error))
         return None
     model = describe_model(engines)  # as other incarnations describe it, if one died meanwhile
     return LoadedModel(model, renderer, InputProcessor(model))
 
 
-async def _wait_for_all_or_one_death(engines: Sequence[Engine]) -> None:
-    """Others may load for minutes when one has failed already."""
+async def _wait_for_all(engines: Sequence[Engine], *, until_one_is_dead: bool) -> None:
+    """Wait until each is ready or dead, or one is dead: others may load for minutes when one has failed already."""
 
     async def wait(engine: Engine) -> None:
         await engine.wait_settled()
-        if engine.is_dead:
+        if engine.is_dead and until_one_is_dead:
             nursery.cancel_scope.cancel()
 
     async with trio.open_nursery() as nursery:

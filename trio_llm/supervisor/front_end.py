@@ -59,7 +59,7 @@ async def _serve_supervisor(end: socket.socket) -> None:
     boot = await channel.receive()
     if not isinstance(boot, Boot):
         return  # the supervisor has gone already
-    logging.basicConfig(level=boot.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=boot.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("trio_llm.hypercorn").setLevel(logging.WARNING)
     with SharedLoad(boot.load_fd, boot.client_index - 1) as load:
         listeners = Listeners(tuple(socket.socket(fileno=fd) for fd in boot.listener_fds), load.turns)
@@ -103,6 +103,10 @@ async def run_front_end(channel: Channel[ToFrontEnd], boot: Boot, listeners: Lis
             nursery.start_soon(follow_supervisor)
             nursery.start_soon(link.report_metrics)
             run_http = partial(serve, llm, boot.server, metrics=metrics, listeners=listeners, stop=link.stop)
+            if boot.is_restarted:
+                # Others answer meanwhile: a process that can only refuse should not take their clients.
+                with suppress(EngineDeadError):
+                    await llm.wait_until_ready()
             async with trio.open_nursery() as http:
                 await http.start(run_http)
                 with suppress(EngineDeadError):  # `serve` ends for it

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Final
 
+import msgspec
 import trio
 
 from trio_llm.errors import CodecError
@@ -17,6 +18,7 @@ from trio_llm.supervisor.messages import (
     Boot,
     EngineAddresses,
     FromFrontEnd,
+    KillEngine,
     Listening,
     Serving,
     Stop,
@@ -98,9 +100,9 @@ class FrontEndProcess:
         channel = self._channel = Channel(
             trio.SocketStream(trio.socket.from_stdlib_socket(ours)), decode_from_front_end
         )
-        channel.send_nowait(self._boot)
-        greet()
         try:
+            channel.send_nowait(msgspec.structs.replace(self._boot, is_restarted=self.epoch > 1))
+            greet()
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(channel.run)
                 nursery.start_soon(self._listen, channel, process)
@@ -122,7 +124,11 @@ class FrontEndProcess:
             while (message := await channel.receive()) is not None:
                 match message:
                     case Listening():
+                        if len(message.addresses) != self._boot.num_engines:
+                            raise CodecError("message with addresses for another number of engines")
                         self.addresses = message.addresses
+                    case KillEngine(engine_index=index) if not 0 <= index < self._boot.num_engines:
+                        raise CodecError("message about an engine that there is not")
                     case Serving():
                         self.is_serving.set()
                 self._handle(self.index, message)

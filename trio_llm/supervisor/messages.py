@@ -71,6 +71,8 @@ class Boot(_Message, frozen=True, tag="boot"):
     load_fd: int
     """Descriptor of the table of `SharedLoad`; the place of this front end is `client_index - 1`."""
     log_level: str
+    is_restarted: bool = False
+    """Another incarnation ran before, and other front ends may answer clients meanwhile."""
 
 
 class EngineProgress(_Message, frozen=True, tag="progress"):
@@ -172,10 +174,7 @@ class KillEngine(_Message, frozen=True, tag="kill"):
 
     engine_index: int
     epoch: int
-    """0: whichever runs."""
     reason: str
-    for_good: bool = False
-    """No other incarnation may follow: it would have the same fault."""
 
 
 class ControlCall(_Message, frozen=True, tag="call"):

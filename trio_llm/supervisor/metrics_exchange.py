@@ -15,7 +15,7 @@ from typing import Final
 import trio
 
 from trio_llm.frontend.statistics.logging_logger import LoggingStatLogger
-from trio_llm.frontend.statistics.metric_counts import MetricsSnapshot, merge
+from trio_llm.frontend.statistics.metric_counts import EngineGauges, MetricsSnapshot, merge
 from trio_llm.frontend.statistics.stats import IterationStats
 from trio_llm.supervisor.messages import Metrics, ReportMetrics
 
@@ -32,6 +32,12 @@ class _Collection:
     missing: set[int]
     """Front ends whose counts have not come."""
     is_complete: trio.Event = field(default_factory=trio.Event)
+
+    def drop(self, index: int) -> None:
+        """The counts of this front end have come, or never will."""
+        self.missing.discard(index)
+        if not self.missing:
+            self.is_complete.set()
 
 
 class MetricsExchange:
@@ -61,27 +67,31 @@ class MetricsExchange:
             collection = self._collections[call_id] = _Collection(set(others))
             for index in others:
                 self._ask(index, ReportMetrics(call_id=call_id))
-            with trio.move_on_after(COLLECT_S):
-                await collection.is_complete.wait()
-            del self._collections[call_id]
+            try:
+                with trio.move_on_after(COLLECT_S):
+                    await collection.is_complete.wait()
+            finally:
+                del self._collections[call_id]
         return self._list(without=asker)
 
     def take(self, index: int, message: Metrics) -> None:
         """A front end has sent its counts."""
         self._newest[index] = message.snapshot
         if collection := self._collections.get(message.call_id):
-            collection.missing.discard(index)
-            if not collection.missing:
-                collection.is_complete.set()
+            collection.drop(index)
 
     def retire(self, index: int) -> None:
         """A front end is dead: its counts stay, and nothing of it is in flight."""
+        for collection in self._collections.values():
+            collection.drop(index)
         snapshot = self._newest.pop(index, None)
         if snapshot is None:
             return
         for operation in snapshot.operations.values():
             operation.num_in_flight = 0
-        self._retired = snapshot if self._retired is None else merge([self._retired, snapshot]).copy()
+        for engine in snapshot.engines.values():
+            engine.gauges = EngineGauges()
+        self._retired = snapshot if self._retired is None else self._merge([self._retired, snapshot]).copy()
 
     async def log(self, interval_s: float) -> None:
         """Write one line for all front ends and engines in each interval. Returns never. Cancellation: safe."""
@@ -91,7 +101,7 @@ class MetricsExchange:
         while True:
             await trio.sleep(interval_s)
             if snapshots := self._list():
-                whole = merge(snapshots)
+                whole = self._merge(snapshots)
                 for index, counts in whole.engines.items():
                     before = counters.get(index, {})
                     grown = {name: value - before.get(name, 0) for name, value in counts.counters.items()}
@@ -102,6 +112,14 @@ class MetricsExchange:
                     stat_logger.record_rejection("")
                 num_rejections = rejections
             stat_logger.log()
+
+    def _merge(self, snapshots: Sequence[MetricsSnapshot]) -> MetricsSnapshot:
+        """The sum; if they cannot be added up, since an engine came back with another context length, the first one."""
+        try:
+            return merge(snapshots)
+        except ValueError as error:
+            logger.warning("statistics of several front ends cannot be added up: %s", error)
+            return snapshots[0]
 
     def _list(self, *, without: int | None = None) -> list[MetricsSnapshot]:
         alive: Sequence[MetricsSnapshot] = [one for index, one in self._newest.items() if index != without]

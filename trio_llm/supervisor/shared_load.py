@@ -8,21 +8,26 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
-__all__ = ["SharedLoad", "create_load_file"]
+__all__ = ["SharedLoad", "open_load_file"]
 
 _NUM_COUNTS: Final = 3
 """Requests, prompt tokens, connections."""
 _CONNECTIONS: Final = 2
 _FEW: Final = 4
 """Connections that one process may have more than another before it lets that one accept first."""
+_ACCEPTS_NONE: Final = -1
+"""Connections of a front end that has not begun to accept, or is gone: nothing is left for it to take."""
 _COUNT_BYTES: Final = 8
 
 
-def create_load_file(num_front_ends: int) -> int:
-    """The descriptor of a new table of zeros. The caller closes it.
+@contextmanager
+def open_load_file(num_front_ends: int) -> Iterator[int]:
+    """The descriptor of a new table, in which no front end has anything.
 
     Raises:
         OSError: there is no memory for it.
@@ -30,10 +35,12 @@ def create_load_file(num_front_ends: int) -> int:
     fd = os.memfd_create("trio_llm-load", os.MFD_CLOEXEC)
     try:
         os.ftruncate(fd, num_front_ends * _NUM_COUNTS * _COUNT_BYTES)
-    except OSError:
+        with SharedLoad(fd) as load:
+            for place in range(num_front_ends):
+                load.clear(place)
+        yield fd
+    finally:
         os.close(fd)
-        raise
-    return fd
 
 
 class SharedLoad:
@@ -44,7 +51,7 @@ class SharedLoad:
     Two front ends that admit requests in the very same moment may go over a limit together, by what both admit then.
 
     Args:
-        fd: from `create_load_file`; it may be closed afterwards.
+        fd: from `open_load_file`; it may be closed afterwards.
         place: which front end this is, from 0; None: none of them.
     """
 
@@ -88,8 +95,8 @@ class SharedLoad:
     def clear(self, place: int) -> None:
         """A front end is gone, and all its requests with it."""
         start = place * _NUM_COUNTS
-        for index in range(start, start + _NUM_COUNTS):
-            self._counts[index] = 0
+        self._counts[start] = self._counts[start + 1] = 0
+        self._counts[start + _CONNECTIONS] = _ACCEPTS_NONE
 
     def _sum_of_others(self, which: int) -> int:
         total = sum(self._counts[which::_NUM_COUNTS])
@@ -114,4 +121,5 @@ class _Turns:
     def is_ahead(self, num_connections: int) -> bool:
         connections = self._counts.tolist()[_CONNECTIONS::_NUM_COUNTS]
         del connections[self._place]
-        return num_connections > min(connections, default=num_connections) + _FEW
+        accepting = [count for count in connections if count != _ACCEPTS_NONE]
+        return num_connections > min(accepting, default=num_connections) + _FEW

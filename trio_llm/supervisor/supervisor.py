@@ -14,7 +14,7 @@ from typing import Final
 import trio
 
 from trio_llm.config import EngineConfig, ServerConfig
-from trio_llm.errors import EngineDeadError, FrontEndDeadError, TrioLLMError
+from trio_llm.errors import CodecError, EngineDeadError, EngineGenerateError, FrontEndDeadError, TrioLLMError
 from trio_llm.frontend.control.engine import Engine
 from trio_llm.frontend.control.engine_group import EngineGroup
 from trio_llm.frontend.control.status import EngineStatus
@@ -51,6 +51,8 @@ logger = logging.getLogger(__name__)
 MAX_FRONT_END_RESTARTS: Final = 5
 """Restarts of one front end within ten minutes; one more death ends the server."""
 _LOG_INTERVAL_S: Final = 10.0
+_DRAIN_GRACE_S: Final = 6.0
+"""How long front ends may take to end after the drain, for last events and connections."""
 _DEATH_GRACE_S: Final = 10.0
 """How long front ends may take to end by themselves once all engines are dead: they answer their clients first."""
 
@@ -80,6 +82,7 @@ class Supervisor:
         self.group.listen(self)
         self._load = SharedLoad(load_fd)
         self._logs_stats = not engine.disable_log_stats
+        self._drain_timeout_s = server.drain_timeout_s
         self._keeps_alive = server.keep_alive_on_engine_death
         self.front_ends = [
             FrontEndProcess(
@@ -148,7 +151,7 @@ class Supervisor:
                 async with trio.open_nursery() as front_ends:
                     for front_end in self.front_ends:
                         front_ends.start_soon(self._keep, front_end, front_ends)
-                    nursery.start_soon(self._stop_front_ends, stop)
+                    nursery.start_soon(self._stop_front_ends, stop, front_ends)
                 dead_error = self.group.dead_error
                 self.group.close(EngineDeadError("the server has stopped"))
                 nursery.cancel_scope.cancel(reason="the front ends have ended")
@@ -177,9 +180,14 @@ class Supervisor:
                 )
             logger.warning("front end %d has died and is started again in %g s: %s", front_end.index, delay_s, reason)
             await trio.sleep(delay_s)
+            if self._is_stopping:
+                return
 
-    async def _stop_front_ends(self, stop: trio.Event) -> None:
-        """Let all front ends end when the server is to stop, or for good when there are no engines."""
+    async def _stop_front_ends(self, stop: trio.Event, front_ends: trio.Nursery) -> None:
+        """Let all front ends end when the server is to stop, or for good when there are no engines.
+
+        One that stands still is ended by force, some time after the drain.
+        """
         async with trio.open_nursery() as nursery:
 
             async def wait_dead() -> None:
@@ -195,13 +203,16 @@ class Supervisor:
         self._is_stopping = True
         for front_end in self.front_ends:
             front_end.order_stop()
+        await trio.sleep(self._drain_timeout_s + _DRAIN_GRACE_S)
+        logger.warning("some front ends have not ended, and are ended by force")
+        front_ends.cancel_scope.cancel(reason="front ends have not ended in time")
 
     def _greet(self, front_end: FrontEndProcess) -> None:
         """Let a new incarnation know what has become of the engines."""
         front_end.send_nowait(self._states())
         for engine in self.group.engines:
             if engine.monitor.dead_error is not None:
-                front_end.send_nowait(_make_died(engine, engine.monitor.dead_error))
+                front_end.send_nowait(EngineDied(engine_index=engine.index, reason=str(engine.monitor.dead_error)))
         if self._is_stopping:
             front_end.order_stop()
 
@@ -226,13 +237,13 @@ class Supervisor:
 
     def _kill(self, message: KillEngine) -> None:
         engine = self.group.engines[message.engine_index]
-        if message.epoch in (0, self._epochs[engine.index]) and not engine.is_dead:
-            engine.core.kill(message.reason, for_good=message.for_good)
+        if message.epoch == self._epochs[engine.index] and not engine.is_dead:
+            engine.core.kill(message.reason)
 
     async def _send_metrics(self, front_end: FrontEndProcess, epoch: int, call_id: int) -> None:
         snapshots = await self._metrics.collect(front_end.index)
         if front_end.epoch == epoch:
-            front_end.send_nowait(MetricsOfOthers(call_id=call_id, snapshots=snapshots))
+            self._answer(front_end, MetricsOfOthers(call_id=call_id, snapshots=snapshots))
 
     async def _make_call(self, front_end: FrontEndProcess, epoch: int, call: ControlCall) -> None:
         """Make a control call. It is made to its end, whatever becomes of the front end."""
@@ -246,7 +257,16 @@ class Supervisor:
         self._num_calls -= 1
         self._broadcast(self._states())
         if front_end.epoch == epoch:
+            self._answer(front_end, answer)
+
+    def _answer(self, front_end: FrontEndProcess, answer: ControlAnswer | MetricsOfOthers) -> None:
+        try:
             front_end.send_nowait(answer)
+        except CodecError as error:  # it is too long: no other front end may suffer from that
+            if isinstance(answer, ControlAnswer):
+                front_end.send_nowait(make_error_answer(answer.call_id, EngineGenerateError(str(error))))
+            else:
+                front_end.send_nowait(MetricsOfOthers(call_id=answer.call_id, snapshots=[]))
 
     def _attach(self, front_end: FrontEndProcess, engine: Engine) -> None:
         """Let an engine connect to a front end, if both are there."""
@@ -326,8 +346,4 @@ class Supervisor:
 
     def on_dead(self, engine: Engine, error: EngineDeadError) -> None:
         """Tell the front ends, which end the requests or move them."""
-        self._broadcast(_make_died(engine, error))
-
-
-def _make_died(engine: Engine, error: EngineDeadError) -> EngineDied:
-    return EngineDied(engine_index=engine.index, reason=str(error))
+        self._broadcast(EngineDied(engine_index=engine.index, reason=str(error)))

@@ -70,7 +70,7 @@ class SupervisorLink:
         self._engines: Sequence[Engine] = ()
         self._metrics = metrics
         self._is_serving = False
-        """Before that it has counted nothing, and does not know the model that its histograms are for."""
+        """Before that it does not know the model that its histograms are for, and sends none."""
         self._calls: dict[int, _WaitingCall] = {}
         self._numbers = count(1)
 
@@ -116,9 +116,10 @@ class SupervisorLink:
         return answer.answers
 
     async def collect_metrics(self) -> Sequence[MetricsSnapshot]:
-        """What the other front ends have counted. Takes half a second at most. Cancellation: safe."""
-        if not self._is_serving:
-            return ()
+        """What the other front ends have counted. The supervisor asks them for half a second at most.
+
+        Cancellation: safe.
+        """
         call_id = next(self._numbers)
         return (await self._ask(call_id, AskMetrics(call_id=call_id), MetricsOfOthers)).snapshots
 
@@ -146,7 +147,9 @@ class SupervisorLink:
     def _take(self, message: ToFrontEnd) -> None:
         match message:
             case EngineProgress():
-                self._engines[message.engine_index].monitor.progress = message.progress
+                monitor = self._engines[message.engine_index].monitor
+                monitor.progress = message.progress
+                monitor.record_life()
             case EngineLostNotice():
                 self.cores[message.engine_index].announce_loss(EngineLost(message.epoch, message.reason))
             case EngineDied():
@@ -174,7 +177,5 @@ class _Kill:
     channel: Channel[ToFrontEnd]
     engine_index: int
 
-    def __call__(self, epoch: int, reason: str, for_good: bool) -> None:
-        self.channel.send_nowait(
-            KillEngine(engine_index=self.engine_index, epoch=epoch, reason=reason, for_good=for_good)
-        )
+    def __call__(self, epoch: int, reason: str) -> None:
+        self.channel.send_nowait(KillEngine(engine_index=self.engine_index, epoch=epoch, reason=reason))

@@ -54,7 +54,7 @@ class Incarnation:
 @dataclass
 class SetUp:
     core: AttachedEngine
-    kills: list[tuple[int, str, bool]]
+    kills: list[tuple[int, str]]
     context: zmq.Context[zmq.Socket[bytes]]
 
     @asynccontextmanager
@@ -77,7 +77,7 @@ class SetUp:
 
 @asynccontextmanager
 async def attached() -> AsyncIterator[SetUp]:
-    kills: list[tuple[int, str, bool]] = []
+    kills: list[tuple[int, str]] = []
     core = AttachedEngine(INDEX, lambda *kill: kills.append(kill))
     with zmq.Context() as context:
         async with trio.open_nursery() as nursery:
@@ -182,8 +182,8 @@ async def test_a_malformed_frame_asks_for_the_end_of_the_incarnation_and_nothing
         up.core.announce_loss(EngineLost(1, "killed as asked"))
 
         assert await up.take(1) == [EngineLost(1, "killed as asked")]
-        [(epoch, reason, for_good)] = up.kills
-        assert (epoch, for_good) == (1, False)
+        [(epoch, reason)] = up.kills
+        assert epoch == 1
         assert reason.startswith("the engine sent a ")
 
 
@@ -200,12 +200,15 @@ async def test_death_for_good_is_raised_after_what_was_sent_and_again_at_each_ca
                 await up.core.receive()
 
 
-async def test_only_an_incarnation_that_is_there_is_killed_unless_it_is_for_good() -> None:
+async def test_only_an_incarnation_that_is_there_is_killed() -> None:
     async with attached() as up:
-        up.core.kill("nothing runs")
+        up.core.kill("nothing runs", for_good=True)
         assert up.kills == []
-        up.core.kill("the tokenizer is broken", for_good=True)
-        assert up.kills == [(0, "the tokenizer is broken", True)]
+        async with up.incarnation(1) as first:
+            first.say(1)
+            await up.take(1)
+            up.core.kill("stuck")
+            assert up.kills == [(1, "stuck")]
 
 
 async def test_cancelling_receive_takes_nothing() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 import trio
 
@@ -64,6 +64,9 @@ class Engine:
         index: of the engine among those of this owner, from 0.
         core: the way to it.
     """
+
+    is_owned: ClassVar[bool] = True
+    """This process starts it, and decides about its end."""
 
     def __init__(self, index: int, core: CoreClient, config: EngineConfig) -> None:
         self.index = index
@@ -266,6 +269,8 @@ class Engine:
 
 class SupervisedEngine(Engine):
     """An engine that a supervisor owns. The supervisor brings each incarnation to where the one before was."""
+
+    is_owned = False
 
     def _make_replay(self) -> list[UtilityCall]:
         return []

@@ -79,6 +79,7 @@ class EngineMonitor:
     def mark_ready(self) -> None:
         """An incarnation is ready: the first, or one that follows a death."""
         self.lost_reason = None
+        self._is_killed = False
         self.record_step()
 
     def mark_dead(self, error: EngineDeadError) -> None:

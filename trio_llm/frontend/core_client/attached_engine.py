@@ -37,14 +37,13 @@ class AttachedEngine:
 
     Args:
         engine_index: number of the engine among those of the supervisor, from 0.
-        kill: asks the owner to end an incarnation: its epoch, or 0 for whichever runs; a reason; and whether no other
-            incarnation may follow.
+        kill: asks the owner to end an incarnation, by its epoch and a reason.
 
     Raises:
         EngineStartupError: the sockets cannot be made.
     """
 
-    def __init__(self, engine_index: int, kill: Callable[[int, str, bool], None]) -> None:
+    def __init__(self, engine_index: int, kill: Callable[[int, str], None]) -> None:
         self._engine_index = engine_index
         self._kill = kill
         self.sockets = EngineSockets()
@@ -93,9 +92,9 @@ class AttachedEngine:
                 return messages
 
     def kill(self, reason: str, *, for_good: bool = False) -> None:
-        """Ask the owner to end the incarnation, unless it is lost already."""
-        if self._epoch or for_good:
-            self._kill(self._epoch, reason, for_good)
+        """Ask the owner to end the incarnation, unless it is lost already. The owner decides whether one follows."""
+        if self._epoch:
+            self._kill(self._epoch, reason)
 
     # ------------------------------------------------------------------------ what the owner says
 
@@ -151,9 +150,9 @@ class AttachedEngine:
                 message = decode_from_engine(frame)
             except CodecError as error:
                 # A token may be missing: no message that follows can be trusted.
-                if not self._is_garbled:
+                if self._epoch and not self._is_garbled:  # else it is of an incarnation that is lost
                     self._is_garbled = True
-                    self._kill(self._epoch, f"the engine sent a {error}", False)
+                    self._kill(self._epoch, f"the engine sent a {error}")
                 continue
             if message.engine_index != self._engine_index or message.epoch < max(self._epoch, self._last_lost + 1):
                 continue
