@@ -120,7 +120,8 @@ def load_package() -> list[Module]:
 Complaints = Iterator[str]
 _FLOORS: Final = {
     **dict.fromkeys(
-        ("errors", "config", "quoting", "sampling", "bans", "pooling", "tokenization", "outputs", "version"), 0
+        ("errors", "config", "quoting", "sampling", "bans", "pooling", "tokenization", "outputs", "parent", "version"),
+        0,
     ),
     "wire": 1,
     **dict.fromkeys(("frontend", "engine"), 2),

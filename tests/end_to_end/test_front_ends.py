@@ -276,7 +276,7 @@ async def test_an_engine_that_is_gone_for_good_costs_no_token_at_any_front_end()
 
 async def test_limits_of_admission_hold_for_all_front_ends_together() -> None:
     FAKE_ENGINE_COUNT.append("limits of several front ends")
-    config = ServerConfig(port=0, api_server_count=NUM_FRONT_ENDS)
+    config = ServerConfig(port=0, api_server_count=NUM_FRONT_ENDS, drain_timeout_s=0.5)
     server = Server.from_configs("limits", fake_engine(step_s=0.05, script=SCRIPT, max_num_queued_reqs=2), config)
     server.wait_until_ready()
     front = Front(server)
@@ -295,8 +295,11 @@ async def test_limits_of_admission_hold_for_all_front_ends_together() -> None:
             reply = await two.post("/v1/completions", json={"prompt": "x", "max_tokens": 1})
             assert reply.status_code == 200, reply.text
             del one
+        os.kill(second, signal.SIGSTOP)  # it cannot end, and the server does so all the same
     finally:
         server.stop()
+    assert server.process.returncode == 0, server.output
+    assert not is_alive(second)
 
 
 async def read_quietly(server: Server, pid: int, front: Front) -> None:

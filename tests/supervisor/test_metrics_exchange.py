@@ -10,7 +10,7 @@ from trio.testing import MockClock
 
 from trio_llm.frontend.statistics.metric_counts import MetricsSnapshot, merge
 from trio_llm.frontend.statistics.prometheus import PrometheusStatLogger
-from trio_llm.frontend.statistics.stats import IterationStats
+from trio_llm.frontend.statistics.stats import FinishedRequestStats, IterationStats
 from trio_llm.supervisor.messages import Metrics, ReportMetrics
 from trio_llm.supervisor.metrics_exchange import COLLECT_S, MetricsExchange
 from trio_llm.wire.messages import SchedulerStats
@@ -77,6 +77,61 @@ async def test_what_the_dead_had_counted_goes_on_counting(autojump_clock: MockCl
     snapshots = await front_ends.exchange.collect(2)
     assert tokens_of(snapshots) == 43
     assert merge(snapshots).operations["sleep"].num_in_flight == 0
+
+
+async def test_a_scrape_does_not_wait_for_one_that_dies_meanwhile(autojump_clock: MockClock) -> None:
+    front_ends = FrontEnds()
+    for index in (1, 2):
+        front_ends.report(index)
+    front_ends.silent.add(2)
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(front_ends.exchange.collect, 1)
+        await trio.testing.wait_all_tasks_blocked()
+        front_ends.exchange.retire(2)
+
+    assert trio.current_time() == 0
+
+
+async def test_a_scrape_that_is_cancelled_leaves_nothing(autojump_clock: MockClock) -> None:
+    front_ends = FrontEnds()
+    front_ends.report(2)
+    front_ends.silent.add(2)
+    with trio.move_on_after(COLLECT_S / 2):
+        await front_ends.exchange.collect(1)
+
+    assert not front_ends.exchange._collections
+
+
+async def test_nothing_runs_at_a_front_end_that_is_dead(autojump_clock: MockClock) -> None:
+    front_ends = FrontEnds()
+    front_ends.count(2, 5)
+    front_ends.report(2)
+    front_ends.exchange.retire(2)
+
+    assert merge(await front_ends.exchange.collect(1)).engines[0].gauges.stats == SchedulerStats()
+
+
+async def test_counts_that_do_not_fit_together_end_nothing(
+    autojump_clock: MockClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    front_ends = FrontEnds()
+    front_ends.loggers[2] = PrometheusStatLogger("m", max_model_len=100)
+    for index in (1, 2):
+        finished = FinishedRequestStats(
+            request_id="r",
+            finish_reason="stop",
+            num_prompt_tokens=3,
+            num_cached_tokens=0,
+            num_output_tokens=2,
+            max_tokens=4,
+            e2e_latency_s=1.0,
+            time_to_first_token_s=0.5,
+        )
+        front_ends.loggers[index].record(None, IterationStats(finished=[finished]))
+        front_ends.report(index)
+        front_ends.exchange.retire(index)
+
+    assert "cannot be added up" in caplog.text
 
 
 async def test_one_line_is_logged_for_all(autojump_clock: MockClock, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,6 @@ thread that reads the pipe ends this process at once: there is nothing to save.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import sys
@@ -23,6 +22,7 @@ from trio_llm.engine.link import EngineLink
 from trio_llm.engine.loop import run_loop
 from trio_llm.engine.worker.system_limits import usable_cpus
 from trio_llm.errors import TrioLLMError
+from trio_llm.parent import die_with_parent
 from trio_llm.wire.boot import LENGTH_BYTES, EngineBoot, decode_boot
 from trio_llm.wire.messages import EngineDead, Progress
 
@@ -30,8 +30,6 @@ __all__ = ["main", "share_processors"]
 
 _PIPE: Final = 0
 """File descriptor of standard input."""
-_PR_SET_PDEATHSIG: Final = 1
-"""From linux/prctl.h."""
 
 
 def main() -> NoReturn:
@@ -98,7 +96,7 @@ def _load(boot: EngineBoot, progress: ProgressCallback) -> Executor:
 
 def _tie_to_parent() -> None:
     """Die when the parent dies, even if the pipe stays open, and leave the terminal's signals to the parent."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
 

@@ -107,10 +107,8 @@ class OutputHandler:
             if num_rows >= chunk_size:  # before a row: behind the last one, the wait for a message is a schedule point
                 num_rows = 0
                 await trio.lowlevel.checkpoint()
-                processor.weight_version, processor.engine_time_s = (
-                    weight_version,
-                    engine_time_s,
-                )  # rows of another engine may have been read meanwhile
+                # Rows of another engine may have been read meanwhile.
+                processor.weight_version, processor.engine_time_s = weight_version, engine_time_s
             num_rows += 1
             request = in_flight.get(row.request_id)
             if request is None:

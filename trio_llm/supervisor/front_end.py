@@ -5,14 +5,12 @@ The descriptor is this end of the socket pair to the supervisor. Its end is the 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import signal
 import socket
 import sys
 from contextlib import suppress
 from functools import partial
-from typing import Final
 
 import trio
 
@@ -27,6 +25,7 @@ from trio_llm.frontend.open_llm import open_tasks
 from trio_llm.frontend.requests.admission import LoadOfOthers
 from trio_llm.frontend.requests.balancing import Balancer
 from trio_llm.frontend.statistics.loggers import make_metrics
+from trio_llm.parent import die_with_parent
 from trio_llm.supervisor.channel import Channel
 from trio_llm.supervisor.messages import Boot, ToFrontEnd, decode_to_front_end
 from trio_llm.supervisor.shared_load import SharedLoad
@@ -34,14 +33,11 @@ from trio_llm.supervisor.supervisor_link import SupervisorLink
 
 __all__ = ["main", "run_front_end"]
 
-_PR_SET_PDEATHSIG: Final = 1
-"""From linux/prctl.h."""
-
 
 def main() -> int:
     """Serve until the supervisor stops or ends this process. Returns the exit code."""
     # Die with the supervisor, and leave the terminal's signals to it.
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     end = socket.socket(fileno=int(sys.argv[1]))

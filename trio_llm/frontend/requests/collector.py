@@ -118,7 +118,8 @@ class RequestOutputCollector:
         """What was taken from `channel`, as one output. For a reader that receives from `channel` itself."""
         self.is_unread = False
         output = _join(unread.pieces) if isinstance(unread, _Pieces) else unread
-        output.prompt = self.prompt
+        if self.prompt is not None:  # each token passes here
+            output.prompt = self.prompt
         return output
 
     def raise_error(self) -> None:

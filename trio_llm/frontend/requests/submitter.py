@@ -55,15 +55,14 @@ class RequestSpec:
     cache_salt: str | None = None
     routing: Routing = ANYWHERE
     tokenization: TokenizationParams = PLAIN
+    arrival_time_s: float | None = None
+    """When the request arrived, in seconds since 1970; None: now."""
+    trace_headers: Mapping[str, str] | None = None
 
     @property
     def room(self) -> int:
         """Tokens that the context needs at least for what comes after the prompt."""
         return (self.params.max_tokens or 1) if isinstance(self.params, SamplingParams) else 0
-
-    arrival_time_s: float | None = None
-    """When the request arrived, in seconds since 1970; None: now."""
-    trace_headers: Mapping[str, str] | None = None
 
 
 class SubmitterHost(Protocol):
